@@ -1,0 +1,1 @@
+"""Scripts that run once a rank, for the builder, the probes and the tests."""
