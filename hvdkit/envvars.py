@@ -1,0 +1,42 @@
+"""Every environment variable that hvdkit reads or writes, and why."""
+
+from __future__ import annotations
+
+ALLOW_INDEPENDENT_RANKS = "HVDKIT_ALLOW_INDEPENDENT_RANKS"
+"""Read: "1" lets processes that a launcher started together train apart, with a warning."""
+
+HOROVOD_RANK = "HOROVOD_RANK"
+"""Read: this process's rank under ``horovodrun --gloo``."""
+HOROVOD_SIZE = "HOROVOD_SIZE"
+"""Read: the number of ranks under ``horovodrun --gloo``."""
+HOROVOD_ELASTIC = "HOROVOD_ELASTIC"
+"""Read: "1" in an elastic job, whose number of ranks changes after the start."""
+
+OMPI_COMM_WORLD_RANK = "OMPI_COMM_WORLD_RANK"
+"""Read: this process's rank under Open MPI's ``mpirun``."""
+OMPI_COMM_WORLD_SIZE = "OMPI_COMM_WORLD_SIZE"
+"""Read: the number of ranks under Open MPI's ``mpirun``."""
+MV2_COMM_WORLD_RANK = "MV2_COMM_WORLD_RANK"
+"""Read: this process's rank under MVAPICH2."""
+MV2_COMM_WORLD_SIZE = "MV2_COMM_WORLD_SIZE"
+"""Read: the number of ranks under MVAPICH2."""
+PMI_RANK = "PMI_RANK"
+"""Read: this process's rank under MPICH, Hydra, Intel MPI and ``srun --mpi=pmi2``."""
+PMI_SIZE = "PMI_SIZE"
+"""Read: the number of ranks under MPICH, Hydra, Intel MPI and ``srun --mpi=pmi2``."""
+PMIX_RANK = "PMIX_RANK"
+"""Read: this process's rank under any PMIx server; PMIx publishes no size in the environment."""
+
+SLURM_PROCID = "SLURM_PROCID"
+"""Read: this task's number within a Slurm step."""
+SLURM_STEP_NUM_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Read: the number of tasks of a Slurm step. Unlike ``SLURM_NTASKS`` it is set by ``srun`` only."""
+
+TORCHRUN_RANK = "RANK"
+"""Read: this process's rank under ``torchrun``."""
+TORCHRUN_WORLD_SIZE = "WORLD_SIZE"
+"""Read: the number of ranks under ``torchrun``; counts only beside one of the next two."""
+TORCHRUN_LOCAL_RANK = "LOCAL_RANK"
+"""Read: tells torchrun's ``WORLD_SIZE`` from another program's variable of that name."""
+TORCHRUN_RUN_ID = "TORCHELASTIC_RUN_ID"
+"""Read: tells torchrun's ``WORLD_SIZE`` from another program's variable of that name."""
