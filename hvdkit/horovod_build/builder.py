@@ -25,6 +25,7 @@ from hvdkit.horovod_build.plan import WHEEL_VERSION, BuildOptions, BuildPlan, ma
 from hvdkit.horovod_build.probe import probe_wheel
 from hvdkit.horovod_build.processes import first_errors, run_logged
 from hvdkit.horovod_build.sdist import check_sdist, fetch_sdist, unpack
+from hvdkit.horovod_build.short_paths import short_paths
 
 Report = Callable[[str], None]
 
@@ -132,27 +133,19 @@ def _build_locked(
     log.unlink(missing_ok=True)
     started = time.monotonic()
     with cache.workspace(plan.key) as workspace:
-        environment = plan.full_environment(base)
-        # Compilers and pip leave their own temporary files where ours are removed.
-        environment["TMPDIR"] = str(workspace)
         if sdist is None:
             report("fetching Horovod's source release")
-            sdist = fetch_sdist(cache.root / "sdist", environment)
-        if plan.cuda is not None:
-            environment |= shadow_wheels(plan.cuda, workspace / "toolkit").environment()
+            sdist = fetch_sdist(cache.root / "sdist", dict(base))
         report(f"building Horovod {WHEEL_VERSION} for {', '.join(plan.frameworks)}; log: {log}")
-        source = unpack(sdist, workspace)
-        apply_edits(source, plan.edits, plan.edit_values)
-        write_record(source, plan)
         out = workspace / "out"
-        wheel = _compile(plan, source, out, log, environment, report)
+        wheel = _compile(plan, machine, sdist, workspace, log, base, report)
         probe_wheel(
             wheel,
             plan,
             machine,
             workspace=workspace,
             log=log,
-            environment={**environment, "TMPDIR": tempfile.gettempdir()},
+            environment=plan.full_environment(base),
             report=report,
         )
         final = cache.publish(plan.key, out)
@@ -178,10 +171,11 @@ def write_record(source: Path, plan: BuildPlan) -> None:
 
 def _compile(
     plan: BuildPlan,
-    source: Path,
-    out: Path,
+    machine: Machine,
+    sdist: Path,
+    workspace: Path,
     log: Path,
-    environment: Mapping[str, str],
+    base: Mapping[str, str],
     report: Report,
 ) -> Path:
     last = -10
@@ -192,21 +186,31 @@ def _compile(
             last = percent
             report(f"compiling: {percent} %")
 
-    code = run_logged(
-        plan.command(str(out)),
-        environment=environment,
-        cwd=source,
-        log=log,
-        on_percent=on_percent,
-    )
+    out = workspace / "out"
+    with short_paths(machine.prefix, workspace, plan.mpi_bin) as short:
+        environment = plan.full_environment(base, short.mpi_bin)
+        # Compilers and pip leave their own temporary files where ours are removed.
+        environment["TMPDIR"] = str(short.work)
+        if plan.cuda is not None:
+            environment |= shadow_wheels(plan.cuda, short.work / "toolkit").environment()
+        source = unpack(sdist, short.work)
+        apply_edits(source, plan.edits, plan.edit_values)
+        write_record(source, plan)
+        code = run_logged(
+            plan.command(str(out), str(short.python)),
+            environment=environment,
+            cwd=source,
+            log=log,
+            on_percent=on_percent,
+        )
     wheels = list(out.glob("*.whl"))
     if code == 0 and len(wheels) == 1:
         return wheels[0]
     text = log.read_text(errors="replace")
     if "No space left on device" in text:
         raise BuildError(
-            f"Expected room for a build (about 1 GB) below {source.parent}. Received: no space "
-            f"left on the device. Free some, or set XDG_CACHE_HOME to another disk. The log: {log}"
+            f"Expected room for a build (about 1 GB) below {workspace}. Received: no space left "
+            f"on the device. Free some, or set XDG_CACHE_HOME to another disk. The log: {log}"
         )
     lines = first_errors(text) or text.strip().splitlines()[-5:]
     shown = "\n".join(f"  {line}" for line in lines)

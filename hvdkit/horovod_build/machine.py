@@ -194,7 +194,9 @@ def find_mpi(environment: Mapping[str, str]) -> MpiInstallation | None:
         return None
     mpicxx = Path(found)
     shown = _output([str(mpicxx), "-show"], {**environment, "PATH": path})
-    library = find_mpi_library(library_folders(shown) + _default_folders())
+    # What it shows is not quoted, so an environment with a space in its path is looked at first.
+    inside = [Path(sys.prefix, "lib")] if mpicxx.is_relative_to(sys.prefix) else []
+    library = find_mpi_library(inside + library_folders(shown) + _default_folders())
     if library is None:
         raise BuildError(
             f"Expected the library of the MPI behind {mpicxx}. Received: {shown!r}, which leads to "

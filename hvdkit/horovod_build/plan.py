@@ -78,15 +78,23 @@ class BuildPlan:
         text = json.dumps(dict(self.facts), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
-    def command(self, out: str) -> list[str]:
+    def command(self, out: str, python: str = sys.executable) -> list[str]:
         """The command, to be run in the source's root, that leaves the wheel in `out`."""
-        pip = [sys.executable, "-m", "pip", "wheel"]
+        pip = [python, "-m", "pip", "wheel"]
         return [*pip, "--no-build-isolation", "--no-deps", "--no-cache-dir", "-v", "-w", out, "."]
 
-    def full_environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """The caller's environment without what would disturb, with the plan's variables."""
+    def full_environment(
+        self, base: Mapping[str, str], mpi_bin: Path | None = None
+    ) -> dict[str, str]:
+        """The caller's environment without what would disturb, with the plan's variables.
+
+        Args:
+            base: The caller's environment.
+            mpi_bin: Folder that takes the place of the plan's own, first on PATH.
+        """
         kept = {k: v for k, v in base.items() if not k.startswith(_DROPPED_PREFIXES)}
-        folders = [str(self.mpi_bin)] if self.mpi_bin else []
+        first = mpi_bin or self.mpi_bin
+        folders = [str(first)] if first else []
         folders += [str(Path(sys.executable).parent), kept.get("PATH", os.defpath)]
         return {**kept, **self.environment, "PATH": os.pathsep.join(folders)}
 
