@@ -21,7 +21,7 @@ from hvdkit.horovod_build.cache import WheelCache, cache_root
 from hvdkit.horovod_build.cuda import find_cuda, shadow_wheels
 from hvdkit.horovod_build.edits import apply_edits
 from hvdkit.horovod_build.machine import Machine, inspect_machine
-from hvdkit.horovod_build.plan import WHEEL_VERSION, BuildOptions, BuildPlan, make_plan
+from hvdkit.horovod_build.plan import WHEEL_VERSION, BuildOptions, BuildPlan, check_gpu, make_plan
 from hvdkit.horovod_build.probe import probe_wheel
 from hvdkit.horovod_build.processes import first_errors, run_logged
 from hvdkit.horovod_build.sdist import check_sdist, fetch_sdist, unpack
@@ -57,6 +57,7 @@ def plan_build(options: BuildOptions, base: Mapping[str, str]) -> tuple[Machine,
         BuildError: Something that the build needs is missing.
     """
     machine = inspect_machine(base)
+    check_gpu(options, machine)
     cuda = None
     if options.gpu is not None:
         cuda = find_cuda(machine.site_packages, machine.torch_cuda, base)
@@ -192,7 +193,10 @@ def _compile(
         # Compilers and pip leave their own temporary files where ours are removed.
         environment["TMPDIR"] = str(short.work)
         if plan.cuda is not None:
-            environment |= shadow_wheels(plan.cuda, short.work / "toolkit").environment()
+            cuda = shadow_wheels(plan.cuda, short.work / "toolkit")
+            environment |= cuda.environment()
+            # Horovod looks for nvcc on PATH before it looks where it was told to.
+            environment["PATH"] = f"{cuda.home / 'bin'}{os.pathsep}{environment['PATH']}"
         source = unpack(sdist, short.work)
         apply_edits(source, plan.edits, plan.edit_values)
         write_record(source, plan)

@@ -166,6 +166,12 @@ _LAUNCHER = (
         "the function returns three values; every jsrun launch failed",
     ),
     Edit(
+        "horovod/runner/js_run.py",
+        "        fd.close()\n",
+        "        os.close(fd)\n",
+        "the descriptor is a number; every jsrun launch without a rank file of its own failed",
+    ),
+    Edit(
         "horovod/common/basics.py",
         "        self.MPI_LIB_CTYPES = ctypes.CDLL(full_path, mode=ctypes.RTLD_GLOBAL)\n",
         "        self.MPI_LIB_CTYPES = ctypes.CDLL(full_path, mode=ctypes.RTLD_GLOBAL)\n"

@@ -183,6 +183,20 @@ def make_plan(
     )
 
 
+def check_gpu(options: BuildOptions, machine: Machine) -> None:
+    """Refuses GPU operations for a torch that has none.
+
+    Raises:
+        BuildError: The build is to be for torch, and the installed torch is a CPU build.
+    """
+    for_torch = options.frameworks is None or "torch" in options.frameworks
+    if options.gpu and for_torch and machine.torch and machine.torch_cuda is None:
+        raise BuildError(
+            "Expected a CUDA build of torch, since the GPU operations are to be for it. Received: "
+            f"torch {machine.torch}. Install a CUDA build, or leave --gpu out."
+        )
+
+
 def digest_edits(edits: tuple[Edit, ...]) -> str:
     """Digest of the edits and of the check that goes into the wheel."""
     data = json.dumps([asdict(edit) for edit in edits]) + Path(in_wheel.__file__).read_text()

@@ -68,10 +68,10 @@ def test_a_killed_build_leaves_neither_lock_nor_wheel_nor_folder(tmp_path: Path)
         holder.send_signal(signal.SIGKILL)
     assert cache.find("key") is None
     assert len(list((tmp_path / "work").iterdir())) == 1
-    with cache.lock("key", lambda: pytest.fail("the lock is still held")):
-        with cache.workspace("key") as folder:
-            assert list((tmp_path / "work").iterdir()) == [folder]
-            assert list(folder.iterdir()) == []
+    held = cache.lock("key", lambda: pytest.fail("the lock is still held"))
+    with held, cache.workspace("key") as folder:
+        assert list((tmp_path / "work").iterdir()) == [folder]
+        assert list(folder.iterdir()) == []
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -92,5 +92,5 @@ def test_the_place_follows_the_xdg_rules() -> None:
 def test_a_cache_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
     # A file where a folder should be stops also root, whom permissions do not stop.
     tmp_path.joinpath("hvdkit").write_text("")
-    with pytest.raises(BuildError, match="writable cache folder.*XDG_CACHE_HOME"):
+    with pytest.raises(BuildError, match=r"writable cache folder.*XDG_CACHE_HOME"):
         WheelCache(tmp_path / "hvdkit").prepare()
