@@ -76,12 +76,17 @@ pip_install() {
 }
 
 show_steps() {
-    local line
+    local line packages
     while IFS= read -r line; do
         case $line in
-        *"Downloading "*MB\)* | Processing\ * | "Installing collected packages"*)
+        *"Downloading "*" MB)"* | "Processing "*/torch-* | "Processing "*/tensorflow*)
             line=${line#"${line%%[![:space:]]*}"}
             printf 'horovodrun.sh:   %.90s\n' "$line" >&2
+            ;;
+        "Installing collected packages: "*)
+            packages=${line#*: }
+            packages=${packages//[^,]/}
+            printf 'horovodrun.sh:   installing %d packages\n' "$((${#packages} + 1))" >&2
             ;;
         esac
     done
