@@ -57,26 +57,28 @@ def short_paths(prefix: Path, workspace: Path, mpi_bin: Path | None) -> Iterator
         if mpi_bin is not None and mpi_bin.is_relative_to(prefix):
             shim = Path(folder, "bin")
             shim.mkdir()
-            shim.joinpath("mpicxx").write_text(mpicxx_shim(mpi_bin / "mpicxx", prefix, link))
-            shim.joinpath("mpicxx").chmod(0o755)
+            # CMake looks for the compiler next to the launcher before it looks on PATH.
+            for name in ("mpicxx", "mpiexec", "mpirun"):
+                shim.joinpath(name).write_text(mpi_shim(mpi_bin / name, prefix, link))
+                shim.joinpath(name).chmod(0o755)
             mpi_bin = shim
         yield ShortPaths(python, work, mpi_bin)
 
 
-def mpicxx_shim(mpicxx: Path, prefix: Path, link: Path) -> str:
-    """A script that shows the MPI's flags with `link` in the place of `prefix`.
+def mpi_shim(program: Path, prefix: Path, link: Path) -> str:
+    """A script that runs an MPI program, and shows its flags with `link` in place of `prefix`.
 
     The wrapper compiler resolves links itself, so it would show the long path again.
 
     Example:
-        >>> print(mpicxx_shim(Path("/e/bin/mpicxx"), Path("/e"), Path("/l")).splitlines()[2])
+        >>> print(mpi_shim(Path("/e/bin/mpicxx"), Path("/e"), Path("/l")).splitlines()[2])
         -show*) /e/bin/mpicxx "$@" | sed 's|/e|/l|g' ;;
     """
     # Only what sed reads as more than itself; a backslash before another letter means something.
     pattern = re.sub(r"([\\|.*\[\]^$])", r"\\\1", str(prefix.resolve()))
-    compiler = shlex.quote(str(mpicxx))
+    command = shlex.quote(str(program))
     return (
-        f'#!/bin/sh\ncase "$1" in\n-show*) {compiler} "$@" | '
+        f'#!/bin/sh\ncase "$1" in\n-show*) {command} "$@" | '
         f"sed {shlex.quote(f's|{pattern}|{link}|g')} ;;\n"
-        f'*) exec {compiler} "$@" ;;\nesac\n'
+        f'*) exec {command} "$@" ;;\nesac\n'
     )

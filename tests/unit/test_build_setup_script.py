@@ -5,7 +5,6 @@ The stand-in for Python writes down what it is asked for, so these tests install
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import time
