@@ -244,8 +244,12 @@ def is_default_folder(folder: Path) -> bool:
 
 
 def find_mpi_library(folders: list[Path]) -> Path | None:
-    """The versioned MPI library in the first folder that has one."""
+    """The versioned MPI library in the first folder that has one, or a link to one."""
     for folder in folders:
+        link = folder / "libmpi.so"
+        if link.is_symlink() and link.exists() and not list(folder.glob("libmpi.so.*")):
+            # Debian keeps the linker's names in a folder of their own.
+            return link.resolve()
         for pattern in ("libmpi.so.*", "libmpich.so.*"):
             found = sorted(folder.glob(pattern), key=lambda path: len(path.name))
             if found:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hvdkit.errors import BuildError
-from hvdkit.horovod_build.cuda import CudaInstallation
-from hvdkit.horovod_build.machine import Machine, MpiInstallation
-from hvdkit.horovod_build.plan import BuildOptions, make_plan
+from hvdkit.horovod_build.cuda import CudaInstallation, find_cuda, shadow_wheels
+from hvdkit.horovod_build.machine import Machine, MpiInstallation, find_mpi_library
+from hvdkit.horovod_build.plan import BuildOptions, check_gpu, make_plan
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 PREFIX = Path("/env")
@@ -167,3 +167,47 @@ def test_what_is_missing_is_named_with_its_remedy(
 def test_wrong_options_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         BuildOptions(**arguments)
+
+
+def test_the_mpi_library_is_found_versioned_or_through_a_link(tmp_path: Path) -> None:
+    for name in ("dev", "lib"):
+        tmp_path.joinpath(name).mkdir()
+    tmp_path.joinpath("lib/libmpi.so.40.30.4").write_text("")
+    tmp_path.joinpath("lib/libmpi.so.40").symlink_to("libmpi.so.40.30.4")
+    tmp_path.joinpath("dev/libmpi.so").symlink_to("../lib/libmpi.so.40.30.4")
+    assert find_mpi_library([tmp_path / "lib"]) == tmp_path / "lib/libmpi.so.40"
+    assert find_mpi_library([tmp_path / "dev"]) == (tmp_path / "lib/libmpi.so.40.30.4").resolve()
+    assert find_mpi_library([tmp_path]) is None
+
+
+def test_gpu_operations_are_refused_for_a_cpu_torch() -> None:
+    check_gpu(BuildOptions(gpu="nccl"), GPU_MACHINE)
+    check_gpu(BuildOptions(gpu="nccl", frameworks=("tensorflow",)), MACHINE)
+    with pytest.raises(BuildError, match=r"CUDA build of torch.*2\.13\.0\+cpu"):
+        check_gpu(BuildOptions(gpu="nccl"), MACHINE)
+
+
+def test_the_nvidia_wheels_are_linked_into_the_shape_of_a_toolkit(tmp_path: Path) -> None:
+    site = tmp_path / "site-packages"
+    for name in ("cu13/bin/nvcc", "cu13/include/cuda_runtime.h", "cu13/lib/libcudart.so.13"):
+        (site / "nvidia" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "nvidia" / name).write_text("")
+    for name in ("nccl/lib/libnccl.so.2", "nccl/include/nccl.h"):
+        (site / "nvidia" / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / "nvidia" / name).write_text(
+            "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 9\n"
+        )
+    nvcc = site / "nvidia/cu13/bin/nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    cuda = find_cuda(site, "13.0", {"PATH": "/nowhere"})
+    assert (cuda.version, cuda.nccl_version, cuda.from_wheels) == ("13.0", "2.28.9", True)
+    shadow = shadow_wheels(cuda, tmp_path / "shadow")
+    for name in ("lib64/libcudart.so", "lib/libcudart.so.13", "bin/nvcc", "include/cuda_runtime.h"):
+        assert (shadow.home / name).exists(), name
+    assert (shadow.nccl / "lib/libnccl.so").exists()
+    assert not (site / "nvidia/cu13/lib64").exists()
+    with pytest.raises(BuildError, match=r"own major version 12\.8.*cuda-toolkit\[nvcc,cccl\]==12"):
+        find_cuda(site, "12.8", {"PATH": "/nowhere"})
+    with pytest.raises(BuildError, match="CUDA_HOME=/wrong"):
+        find_cuda(site, "13.0", {"PATH": "/nowhere", "CUDA_HOME": "/wrong"})
