@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from hvdkit import envvars
 from hvdkit.errors import BuildError
 
 
@@ -20,7 +21,7 @@ def cache_root(environment: Mapping[str, str]) -> Path:
         >>> str(cache_root({"XDG_CACHE_HOME": "/scratch/cache"}))
         '/scratch/cache/hvdkit'
     """
-    base = environment.get("XDG_CACHE_HOME", "")
+    base = environment.get(envvars.XDG_CACHE_HOME, "")
     # The XDG rules say that a relative path is to be ignored.
     if os.path.isabs(base):
         return Path(base, "hvdkit")

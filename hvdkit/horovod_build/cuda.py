@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit import envvars
 from hvdkit.errors import BuildError
 
 DEFAULT_ARCHITECTURES = "80,90"
@@ -91,7 +92,7 @@ def find_cuda(
         version=version,
         nccl=nccl,
         nccl_version=_nccl_version(nccl / "include" / "nccl.h"),
-        architectures=environment.get("HVDKIT_CUDA_ARCHITECTURES") or DEFAULT_ARCHITECTURES,
+        architectures=environment.get(envvars.CUDA_ARCHITECTURES) or DEFAULT_ARCHITECTURES,
         from_wheels=from_wheels,
     )
 
@@ -104,7 +105,7 @@ def _wheel_command(torch_cuda: str | None) -> str:
 def _find_home(
     site_packages: Path, torch_cuda: str | None, environment: Mapping[str, str]
 ) -> tuple[Path, bool]:
-    given = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")
+    given = environment.get(envvars.CUDA_HOME) or environment.get(envvars.CUDA_PATH)
     if given:
         if not Path(given, "bin", "nvcc").exists():
             raise BuildError(
@@ -143,7 +144,7 @@ def _nvcc_version(nvcc: Path, environment: Mapping[str, str]) -> str:
 
 
 def _find_nccl(site_packages: Path, home: Path, environment: Mapping[str, str]) -> Path:
-    given = environment.get("NCCL_HOME")
+    given = environment.get(envvars.NCCL_HOME)
     places = [Path(given)] if given else [site_packages / "nvidia" / "nccl", home, Path("/usr")]
     for place in places:
         if (place / "include" / "nccl.h").exists():

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdkit import envvars
 from hvdkit.errors import BuildError
 
 _TENSORFLOW_NAMES = (
@@ -67,7 +68,7 @@ def inspect_machine(environment: Mapping[str, str]) -> Machine:
         BuildError: There is no usable C++ compiler, or Python's headers or a build tool is missing.
     """
     _check_build_tools()
-    cxx = environment.get("CXX") or "g++"
+    cxx = environment.get(envvars.CXX) or "g++"
     cxx_version, cxx_standard = _inspect_compiler(cxx, environment)
     torch, torch_cuda = _find_torch()
     return Machine(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from hvdkit import envvars
 from hvdkit.errors import BuildError
 from hvdkit.horovod_build import in_wheel
 from hvdkit.horovod_build.cuda import CudaInstallation
@@ -23,11 +24,7 @@ LOCAL_VERSION = "hvdkit.1"
 WHEEL_VERSION = f"{HOROVOD_VERSION}+{LOCAL_VERSION}"
 
 # Settings of an outer build that would reach into ours; the first two groups choose what is built.
-_DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_", "HVDKIT_RUNPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-_FLAG_NAMES: tuple[str, ...] = (
-    *("CC", "CXX", "AR", "CFLAGS", "CPPFLAGS", "CXXFLAGS", "LDFLAGS"),
-    *("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
-)
+_DROPPED_PREFIXES = ("HOROVOD_", "CMAKE_", envvars.RUNPATH, "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def make_plan(
         "HOROVOD_LOCAL_VERSION": LOCAL_VERSION,
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITHOUT_NVTX": "1",
-        "HVDKIT_RUNPATH": runpath,
+        envvars.RUNPATH: runpath,
         "MAKEFLAGS": f"-j{options.jobs}",
         **_switch("PYTORCH", "torch" in frameworks),
         **_switch("TENSORFLOW", "tensorflow" in frameworks),
@@ -169,7 +166,9 @@ def make_plan(
         "arch_flags": machine.arch_flags,
         "libc": machine.libc,
         "runpath": runpath,
-        "flags": json.dumps({name: base[name] for name in _FLAG_NAMES if base.get(name)}),
+        "flags": json.dumps(
+            {name: base[name] for name in envvars.COMPILER_FLAGS if base.get(name)}
+        ),
     }
     return BuildPlan(
         frameworks=frameworks,
