@@ -343,15 +343,15 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """A copy, and the number of rows."""
+    """A copy of the rows that `splits` counts (all without), and their number."""
     rows = _moved_rows(tensor, process_set)
     given = torch.as_tensor([len(rows)] if splits is None else splits).to(torch.int32)
-    if given.numel() != 1 or int(given) != len(rows):
+    if given.numel() != 1 or int(given) > len(rows):
         raise ValueError(
-            f"splits must be [{len(rows)}] for one rank and this tensor. "
+            f"splits must hold one number of at most {len(rows)}, the rows of this tensor. "
             f"Received: splits={given.tolist()}."
         )
-    return _finished((rows, given.clone()))
+    return _finished((rows[: int(given)], given.clone()))
 
 
 def reducescatter_async(

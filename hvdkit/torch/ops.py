@@ -7,10 +7,13 @@ averages), :mod:`~hvdkit.torch.ops_move` (gather, broadcast, exchange) and
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from hvdkit import world
+from hvdkit.errors import LaunchError
 from hvdkit.torch import ops_handles
-from hvdkit.torch.backend import mpi_ops
+from hvdkit.torch.backend import HOROVOD_INSTALLED, mpi_ops
 from hvdkit.torch.ops_allreduce import (
     allreduce,
     allreduce_,
@@ -25,6 +28,7 @@ from hvdkit.torch.ops_allreduce import (
     reducescatter,
     reducescatter_async,
 )
+from hvdkit.torch.ops_device import device
 from hvdkit.torch.ops_handles import join, poll, synchronize
 from hvdkit.torch.ops_move import (
     allgather,
@@ -68,6 +72,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "device",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -142,12 +147,41 @@ rocm_built = mpi_ops.rocm_built
 
 
 def init(*args: Any, **kwargs: Any) -> None:
-    """Starts Horovod, or the one-rank stand-in where Horovod is not installed."""
+    """Starts Horovod, or the one-rank stand-in where Horovod is not installed.
+
+    Args:
+        args: As for ``horovod.torch.init``.
+        kwargs: As for ``horovod.torch.init``: ``comm``, ``process_sets``.
+
+    Raises:
+        LaunchError: A launcher started another number of ranks than this process sees. Horovod
+            would run as many jobs of one rank.
+
+    Example:
+        >>> import hvdkit.torch as hvd
+        >>> hvd.init()
+        >>> hvd.size()
+        1
+    """
     mpi_ops.init(*args, **kwargs)
     ops_handles.forget_all()
+    # With `comm` the user says which of the ranks that were started make up the job.
+    if not args and kwargs.get("comm") is None:
+        try:
+            world.check_launch(
+                mpi_ops.size(),
+                os.environ,
+                horovod_installed=HOROVOD_INSTALLED,
+                mpi_built=mpi_ops.mpi_built(),
+            )
+        except LaunchError:
+            mpi_ops.shutdown()
+            raise
+    world.set_current(world.World.from_horovod(mpi_ops))
 
 
 def shutdown(*args: Any, **kwargs: Any) -> None:
     """Leaves the job; ``init`` may join another."""
     mpi_ops.shutdown(*args, **kwargs)
     ops_handles.forget_all()
+    world.set_current(None)

@@ -213,9 +213,15 @@ def _exchanging(tensor: Tensor, splits: Any, name: str, process_set: Any) -> Ste
             "alltoall splits the first dimension of a tensor among ranks. Received: a tensor "
             "without dimensions. Fix: pass one with a row for each rank."
         )
+    counts = None if splits is None else torch.as_tensor(splits)
     output, received = yield mpi_ops.alltoall_async(
-        to_bytes(tensor), splits, name=name, process_set=process_set
+        to_bytes(tensor),
+        None if counts is None else counts.to("cpu", torch.int32),
+        name=name,
+        process_set=process_set,
     )
+    if counts is not None:
+        received = received.to(counts.device)
     return from_bytes(output, tensor.dtype), received
 
 
@@ -246,7 +252,7 @@ def alltoall(
 
     Args:
         tensor: Shape ``(rows, ...)``.
-        splits: How many rows go to each rank; None for equal parts.
+        splits: How many rows go to each rank, as a list or a tensor; None for equal parts.
         name: The same on all ranks; None numbers the calls.
         process_set: The ranks that take part.
 

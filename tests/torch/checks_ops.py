@@ -271,6 +271,8 @@ def check_alltoall_with_splits(hvd):
     output, counts = ops.alltoall(rows, splits=torch.arange(size, dtype=torch.int32))
     assert output[:, 0].tolist() == [r for r in range(size) for _ in range(rank)]
     assert counts.tolist() == [rank] * size
+    output, counts = ops.alltoall(torch.ones(size), splits=torch.ones(size, dtype=torch.int64))
+    assert counts.tolist() == [1] * size
     handle = ops.alltoall_async(torch.full((size,), float(rank)))
     assert ops.synchronize(handle)[0].tolist() == list(range(size))
 
@@ -399,3 +401,78 @@ def check_errors_are_horovods(hvd):
 def check_adasum_takes_every_float(hvd):
     value = torch.ones(4, dtype=torch.bfloat16)
     torch.testing.assert_close(ops.allreduce(value, op=ops.Adasum), value)
+
+
+def check_process_sets(hvd):
+    rank, size = ops.rank(), ops.size()
+    members = [0, size - 1] if size > 2 else [1]
+    some = ops.add_process_set(members)
+    if some.included():
+        mean = sum(members) / len(members)
+        for op, result in ((ops.Average, mean), (ops.Max, size - 1), (ops.Min, members[0])):
+            for dtype in (torch.float32, torch.bfloat16):
+                value = torch.full((2,), rank, dtype=dtype)
+                assert ops.allreduce(value, op=op, process_set=some).tolist() == [result] * 2
+        whole = ops.allreduce(torch.tensor([3 * rank]), process_set=some)
+        assert whole.item() == round(3 * mean)
+        assert ops.allgather(torch.tensor(rank), process_set=some).tolist() == members
+        assert ops.broadcast(torch.tensor(rank), size - 1, process_set=some).item() == size - 1
+        outsider = 1 if size > 2 else 0
+        with pytest.raises(ValueError, match=f"root_rank={outsider}"):
+            ops.broadcast(torch.tensor(rank), outsider, process_set=some)
+    assert ops.remove_process_set(some)
+
+
+def check_device_without_gpu(hvd):
+    assert ops.device() == torch.device("cpu")
+
+
+def check_each_rank_gets_a_gpu(hvd):
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from hvdkit.errors import DeviceError
+
+    rank, size = ops.rank(), ops.size()
+
+    def choose(seen, **keywords):
+        with (
+            mock.patch.object(torch.version, "cuda", "13.0"),
+            mock.patch.object(torch.cuda, "device_count", return_value=len(seen)),
+            mock.patch.object(
+                torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=seen[i])
+            ),
+        ):
+            return ops.device(**keywords)
+
+    assert choose([f"GPU-{i}" for i in range(8)]) == torch.device("cuda", rank)
+    assert choose([f"GPU-{rank}"]) == torch.device("cuda", 0)
+    assert choose([]) == torch.device("cpu")
+    with pytest.raises(DeviceError, match="local ranks"):
+        choose(["GPU-0"])
+    assert choose(["GPU-0"], allow_sharing=True) == torch.device("cuda", 0)
+    assert size == ops.size()
+
+
+def check_init_refuses_ranks_that_do_not_see_each_other(hvd):
+    """Starts this rank alone although the launcher has started more."""
+    import subprocess
+    import sys
+
+    code = (
+        "import hvdkit.torch.ops as ops\n"
+        "from hvdkit.errors import LaunchError\n"
+        "from hvdkit.torch import local_ops\n"
+        "ops.mpi_ops = local_ops\n"
+        "try:\n    ops.init()\n"
+        "except LaunchError as error:\n    print('refused:', error, local_ops.is_initialized())\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert "refused" in child.stdout
+    assert f"OMPI_COMM_WORLD_SIZE={ops.size()}" in child.stdout
+    assert child.stdout.strip().endswith("False")
+    from hvdkit import world
+
+    assert world.current() == world.World.from_horovod(horovod)
