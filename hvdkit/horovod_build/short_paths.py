@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_MPI_PROGRAMS = ("mpicc", "mpicxx", "mpic++", "mpiCC", "mpiexec", "mpirun")
+
 
 @dataclass(frozen=True)
 class ShortPaths:
@@ -57,8 +59,8 @@ def short_paths(prefix: Path, workspace: Path, mpi_bin: Path | None) -> Iterator
         if mpi_bin is not None and mpi_bin.is_relative_to(prefix):
             shim = Path(folder, "bin")
             shim.mkdir()
-            # CMake looks for the compiler next to the launcher before it looks on PATH.
-            for name in ("mpicxx", "mpiexec", "mpirun"):
+            # CMake looks for the compilers next to the launcher before it looks on PATH.
+            for name in _MPI_PROGRAMS:
                 shim.joinpath(name).write_text(mpi_shim(mpi_bin / name, prefix, link))
                 shim.joinpath(name).chmod(0o755)
             mpi_bin = shim
