@@ -28,6 +28,16 @@ _TENSORFLOW_NAMES = (
     "tf-nightly-cpu",
     "tensorflow-rocm",
 )
+# What the build and the launcher import, and the packages that bring it.
+_TOOLS = {
+    "setuptools": "setuptools",
+    "wheel": "wheel",
+    "packaging": "packaging",
+    "pip": "pip",
+    "cloudpickle": "cloudpickle",
+    "psutil": "psutil",
+    "yaml": "pyyaml",
+}
 _ARCH_FLAGS = {"f16c": "-mf16c", "avx": "-mavx", "fma": "-mfma"}
 
 
@@ -67,7 +77,7 @@ def inspect_machine(environment: Mapping[str, str]) -> Machine:
     Raises:
         BuildError: There is no usable C++ compiler, or Python's headers or a build tool is missing.
     """
-    _check_build_tools()
+    _check_build_tools(environment)
     cxx = environment.get(envvars.CXX) or "g++"
     cxx_version, cxx_standard = _inspect_compiler(cxx, environment)
     torch, torch_cuda = _find_torch()
@@ -106,13 +116,17 @@ def _cpu_flags() -> set[str]:
     return set(found.group(1).split()) if found else set()
 
 
-def _check_build_tools() -> None:
-    names = ("setuptools", "wheel", "packaging", "pip")
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
+def _check_build_tools(environment: Mapping[str, str]) -> None:
+    missing = [
+        package for name, package in _TOOLS.items() if importlib.util.find_spec(name) is None
+    ]
+    # Without one, Horovod's setup.py would fetch a cmake of its own choice, years old.
+    if shutil.which("cmake", path=search_path(environment)) is None:
+        missing.append("cmake")
     if missing:
         raise BuildError(
-            f"Expected Python's build tools in this environment. Received: missing={missing}. "
-            f"Run: {sys.executable} -m pip install {' '.join(missing)}"
+            "Expected what Horovod is built and started with in this environment. Received: "
+            f"missing={missing}. Run: {sys.executable} -m pip install {' '.join(missing)}"
         )
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not headers.exists():
@@ -120,6 +134,16 @@ def _check_build_tools() -> None:
             f"Expected Python's headers. Received: no {headers}. Install them (Debian: python3-dev "
             "of this version), or use an interpreter that brings them."
         )
+
+
+def search_path(environment: Mapping[str, str]) -> str:
+    """PATH, and after it the programs of this interpreter's environment.
+
+    Example:
+        >>> search_path({"PATH": "/usr/bin"}).split(os.pathsep)[0]
+        '/usr/bin'
+    """
+    return os.pathsep.join([environment.get("PATH", ""), str(Path(sys.prefix, "bin"))])
 
 
 def _inspect_compiler(cxx: str, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -188,8 +212,7 @@ def find_mpi(environment: Mapping[str, str]) -> MpiInstallation | None:
     Raises:
         BuildError: There is an ``mpicxx`` whose library cannot be found or loaded.
     """
-    own = str(Path(sys.prefix, "bin"))
-    path = f"{environment.get('PATH', '')}{os.pathsep}{own}"
+    path = search_path(environment)
     found = shutil.which("mpicxx", path=path)
     if found is None:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+TOOLS = ("setuptools", "wheel", "pip", "cloudpickle", "psutil", "yaml")
 
 
 def environment(tmp_path: Path, **changes: str) -> dict[str, str]:
@@ -76,25 +78,27 @@ def test_a_compiler_that_compiles_nothing(tmp_path: Path) -> None:
     assert_one_error(build(tmp_path, CXX=str(broken)), "C++17 or C++20", "cc1plus: not found")
 
 
-def test_no_framework(tmp_path: Path) -> None:
+def test_no_framework_and_no_tools(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True
     )
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("click", "packaging", "setuptools", "wheel", "pip"):
+    for name in ("click", "packaging", *TOOLS):
         spec = importlib.util.find_spec(name)
         assert spec is not None
         assert spec.origin is not None
         tools.joinpath(name).symlink_to(Path(spec.origin).parent)
-    done = subprocess.run(
-        [str(tmp_path / "env/bin/python"), "-m", "hvdkit", "build"],
-        env=environment(tmp_path, PYTHONPATH=f"{ROOT}:{tools}"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [str(tmp_path / "env/bin/python"), "-m", "hvdkit", "build"]
+    variables = environment(tmp_path, PYTHONPATH=f"{ROOT}:{tools}")
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert cmake is not None
+    variables["PATH"] += f":{Path(cmake).parent}"
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
     assert_one_error(done, "at least one framework", "Install torch or tensorflow-cpu")
+    tools.joinpath("psutil").unlink()
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    assert_one_error(done, "missing=['psutil']", "-m pip install psutil")
 
 
 @pytest.mark.parametrize("exists", [True, False])
