@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -18,8 +20,9 @@ from tests.ranks import check_names
 
 def main() -> None:
     module_name, folder = sys.argv[1:]
+    faulthandler.register(signal.SIGTERM, chain=True)  # says where a hang is when it is ended
     torch.set_num_threads(1)
-    hvd.init()
+    hvd.init(process_sets="dynamic")
     module = importlib.import_module(module_name)
     report = Path(folder) / f"rank-{hvd.rank()}.json"
     outcomes: dict[str, str] = {}

@@ -12,6 +12,7 @@ The checks after it are reported as not run.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import os
@@ -24,10 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP_TIMEOUT_S = 300
+STACKS_S = 5
+"""How long a job that is being ended may take to print where it was."""
 
 
 @dataclass(frozen=True)
@@ -94,20 +98,34 @@ def run_job(
         except subprocess.TimeoutExpired:
             returncode = None
         finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                survivors = False
-            else:
-                survivors = True
-            if survivors:
-                process.wait()
+            end_job(process)
         output.seek(0)
         stdout = output.read()
     logs = {}
     for path in sorted(log_dir.glob("rank-*.log")) if log_dir else []:
         logs[int(path.stem.removeprefix("rank-"))] = path.read_text(errors="replace")
     return JobResult(returncode, stdout, logs)
+
+
+def end_job(process: subprocess.Popen[bytes]) -> None:
+    """Ends a job with all its processes, also those that its launcher moved to other groups."""
+    try:
+        leader = psutil.Process(process.pid)
+        members = leader.children(recursive=True)
+    except psutil.NoSuchProcess:
+        members = []
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        members = [member for member in members if member.is_running()]
+    else:
+        psutil.wait_procs(members, timeout=STACKS_S)
+    for member in members:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
 
 
 def run_ranks(

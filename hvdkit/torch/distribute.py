@@ -1,0 +1,288 @@
+"""``distribute``: everything that makes a one-process training script right on many ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from hvdkit.scaling import RULES, ScalingRecord, check_warmup
+from hvdkit.torch import schedule
+from hvdkit.torch.backend import mpi_ops
+from hvdkit.torch.compression import Compression
+from hvdkit.torch.optimizer import make_distributed
+from hvdkit.torch.reduction import ReductionOptions
+from hvdkit.torch.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.weighting import SampleCounter, watch_forward
+
+logger = logging.getLogger(__name__)
+
+COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
+WEIGHTINGS = ("samples", "ranks")
+WARMUP_STARTS = ("base", "zero")
+
+
+def distribute(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    scale_lr: str = "linear",
+    base_global_batch: int | None = None,
+    batch_size: int | None = None,
+    warmup_steps: int = 0,
+    warmup_start: str = "base",
+    compression: Any = "none",
+    accumulate: int = 1,
+    weighting: str = "samples",
+    batch_dim: int = 0,
+    max_grad_norm: float | None = None,
+    root_rank: int = 0,
+    summary: bool = True,
+) -> tuple[Any, ...]:
+    """Makes model, optimizer, scheduler and scaler ready to train on all ranks.
+
+    Broadcasts the root's model, optimizer, scheduler and scaler state; makes the optimizer reduce
+    gradients as an exact mean over all samples of a step; scales the learning rate by the ratio
+    of global batches and warms it up. The training loop stays as it is::
+
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+
+    The losses must be means over the samples of a batch. With ``accumulate=k`` that loop runs
+    once for each micro-batch: ``step`` and ``zero_grad`` take effect on every k-th call,
+    ``scheduler.step`` only after a step that did, and ``optimizer.flush()`` steps with a last
+    window that is not full.
+
+    Args:
+        model: The module that the loop calls; its non-persistent buffers are broadcast too.
+        optimizer: Any torch optimizer over the model's parameters, new or used.
+        scheduler: Any scheduler of ``torch.optim.lr_scheduler`` over `optimizer`, or None.
+            ReduceLROnPlateau decides from the mean metric of all ranks.
+        scaler: A :class:`GradScaler` of this package, or None.
+        scale_lr: ``"linear"``, ``"sqrt"`` or ``"none"``: by what the learning rate follows the
+            ratio of global batch sizes.
+        base_global_batch: Samples a step that the learning rate was chosen for. Left out, that is
+            one rank's batch: the ratio is ranks x accumulate.
+        batch_size: Samples of one rank's batch; needed with `base_global_batch`.
+        warmup_steps: Optimizer steps until the full rate.
+        warmup_start: ``"base"``, from the unscaled rate (Goyal et al. 2017,
+            https://arxiv.org/abs/1706.02677); ``"zero"``, from 0.
+        compression: ``"none"``, ``"fp16"``, ``"bf16"``, or a class of ``Compression``.
+        accumulate: Backward passes a step; their gradients are averaged.
+        weighting: ``"samples"``: every sample weighs the same, also where batches are uneven.
+            ``"ranks"``: every batch weighs the same, whatever its size.
+        batch_dim: Dimension of the model's inputs that counts samples.
+        max_grad_norm: Clips the norm of the reduced gradients, after unscaling; None for none.
+        root_rank: The rank whose state all ranks start from.
+        summary: Whether the root logs and prints what was done, in a few lines.
+
+    Returns:
+        ``(model, optimizer)``, then `scheduler` and `scaler` where they were given; the same
+        objects that came in.
+
+    Raises:
+        ValueError: An option is wrong; the text lists the legal values.
+        SynchronizationError: The ranks' models or optimizers differ in structure.
+
+    Example:
+        >>> import hvdkit.torch as hvd
+        >>> hvd.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = hvd.distribute(model, optimizer, summary=False)
+        >>> model(torch.ones(4, 2)).mean().backward()
+        >>> optimizer.step()
+    """
+    _check_choice("scale_lr", scale_lr, RULES)
+    _check_choice("warmup_start", warmup_start, WARMUP_STARTS)
+    _check_choice("weighting", weighting, WEIGHTINGS)
+    _check_whole("accumulate", accumulate, 1)
+    _check_whole("batch_dim", batch_dim, 0)
+    check_warmup(warmup_steps, 0.0)
+    _check_parts(model, optimizer, scheduler, scaler)
+    _check_norm(max_grad_norm)
+    chosen = _chosen_compression(compression)
+    record = _scaling_record(scale_lr, base_global_batch, batch_size, accumulate)
+
+    _broadcast_state(model, optimizer, scheduler, scaler, root_rank)
+    counter = SampleCounter()
+    named = _names_of(model, optimizer)
+    options = ReductionOptions(compression=chosen, backward_passes_per_step=accumulate)
+    make_distributed(optimizer, named, options, counter, holds_steps=True)
+    controller = optimizer._hvdkit  # type: ignore[attr-defined]
+    controller.max_grad_norm = max_grad_norm
+    counted_dim = batch_dim if weighting == "samples" else None
+    watch_forward(model, counter, counted_dim, controller.reducer.rescan)
+    schedule.control_lr(
+        optimizer, record, warmup_steps, start_multiplier=None if warmup_start == "base" else 0.0
+    )
+    if scheduler is not None:
+        _prepare_scheduler(scheduler, controller)
+    if summary and mpi_ops.rank() == root_rank:
+        print(_summary(optimizer, record, warmup_steps, chosen, accumulate, weighting), flush=True)
+    given = [part for part in (scheduler, scaler) if part is not None]
+    return (model, optimizer, *given)
+
+
+def _check_choice(name: str, value: Any, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(
+            f"Expected {name} to be one of {', '.join(map(repr, legal))}. Received: "
+            f"{name}={value!r}."
+        )
+
+
+def _check_whole(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(
+            f"Expected {name} to be a whole number >= {minimum}. Received: {name}={value!r}."
+        )
+
+
+def _check_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
+        raise ValueError(
+            f"Expected max_grad_norm to be finite and > 0, or None. Received: {max_grad_norm=}."
+        )
+
+
+def _check_parts(model: Any, optimizer: Any, scheduler: Any, scaler: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"Expected a torch.nn.Module. Received: model={type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"Expected a torch.optim.Optimizer. Received: optimizer={type(optimizer).__name__}."
+        )
+    if scheduler is not None:
+        if not isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+            raise ValueError(
+                "Expected a scheduler of torch.optim.lr_scheduler. Received: "
+                f"scheduler={type(scheduler).__name__}."
+            )
+        if scheduler.optimizer is not optimizer:
+            raise ValueError(
+                "Expected a scheduler over the same optimizer. Received: a scheduler over another "
+                f"{type(scheduler.optimizer).__name__}. Fix: build it with this optimizer."
+            )
+    from hvdkit.torch.amp import GradScaler
+
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ValueError(
+            "Expected a scaler that decides for all ranks together. Received: "
+            f"{type(scaler).__module__}.{type(scaler).__name__}. Fix: use hvd.GradScaler, which "
+            "takes the same arguments."
+        )
+
+
+def _chosen_compression(compression: Any) -> Any:
+    if isinstance(compression, str):
+        _check_choice("compression", compression, tuple(COMPRESSIONS))
+        return COMPRESSIONS[compression]
+    if hasattr(compression, "compress") and hasattr(compression, "decompress"):
+        return compression
+    raise ValueError(
+        f"Expected compression to be one of {', '.join(map(repr, COMPRESSIONS))}, or a class with "
+        f"compress and decompress. Received: compression={compression!r}."
+    )
+
+
+def _scaling_record(
+    rule: str, base_global_batch: int | None, batch_size: int | None, accumulate: int
+) -> ScalingRecord:
+    if (base_global_batch is None) != (batch_size is None):
+        raise ValueError(
+            "Expected base_global_batch and batch_size together, or neither. Received: "
+            f"{base_global_batch=}, {batch_size=}."
+        )
+    local = 1 if batch_size is None else batch_size
+    _check_whole("batch_size", local, 1)
+    base = 1 if base_global_batch is None else base_global_batch
+    return ScalingRecord(rule, base, local * accumulate * mpi_ops.size())
+
+
+def _names_of(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[tuple[str, torch.Tensor]]:
+    """Names of the optimizer's parameters; those outside the model get numbers."""
+    named = list(model.named_parameters())
+    known = {id(parameter) for _, parameter in named}
+    for group_index, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                named.append((f"group{group_index}.{index}", parameter))
+    return named
+
+
+def _broadcast_state(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    scaler: Any,
+    root_rank: int,
+) -> None:
+    broadcast_parameters(model, root_rank)
+    broadcast_optimizer_state(optimizer, root_rank)
+    for part in (scheduler, scaler):
+        if part is not None:
+            state = broadcast_object(part.state_dict(), root_rank)
+            if mpi_ops.rank() != root_rank:
+                part.load_state_dict(state)
+
+
+def _prepare_scheduler(scheduler: Any, controller: Any) -> None:
+    """One plateau decision for all ranks; no schedule step for a held optimizer step."""
+    if isinstance(scheduler, ReduceLROnPlateau):
+        schedule.synchronized_plateau(scheduler, _weighted_mean)
+        return
+    base: Any = type(scheduler)
+    seen = [controller.steps]
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        holding = controller.held_steps > 0 and controller.steps == seen[0]
+        seen[0] = controller.steps
+        if not holding:
+            base.step(self, *args, **kwargs)
+
+    # A subclass, since what is set on the instance would enter its state_dict().
+    attributes = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "step": step,
+    }
+    scheduler.__class__ = type(base.__name__, (base,), attributes)
+
+
+def _weighted_mean(value: float, weight: float) -> float:
+    pair = torch.tensor([value * weight, weight], dtype=torch.float64)
+    handle = mpi_ops.allreduce_async_(pair, name="hvdkit.plateau", op=mpi_ops.Sum)
+    total, weights = mpi_ops.synchronize(handle).tolist()
+    return float(total / weights) if weights else math.nan
+
+
+def _summary(
+    optimizer: torch.optim.Optimizer,
+    record: ScalingRecord,
+    warmup_steps: int,
+    compression: Any,
+    accumulate: int,
+    weighting: str,
+) -> str:
+    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
+    steps = ", ".join(f"{rate:g} -> {rate * record.factor:g}" for rate in rates)
+    if record.base_global_batch == 1:
+        batch = f"{record.global_batch} x one rank's batch"
+    else:
+        batch = f"{record.global_batch} samples (rate chosen for {record.base_global_batch})"
+    warmup = f"{warmup_steps} steps" if warmup_steps else "none"
+    return (
+        f"hvdkit: {mpi_ops.size()} ranks, global batch {batch}, accumulation {accumulate}\n"
+        f"hvdkit: learning rate {steps} ({record.rule}), warmup {warmup}\n"
+        f"hvdkit: compression {compression.__name__}, gradients weighted by {weighting}"
+    )

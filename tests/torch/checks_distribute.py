@@ -1,0 +1,446 @@
+"""hvd.distribute on real ranks, against one process with the big batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdkit.errors import SynchronizationError
+from tests.torch.checks_optimizer import equal_on_all_ranks, raises
+
+
+def network() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
+
+
+def samples(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    inputs = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(0, 3, (count,), generator=generator)
+
+
+def train_alone(
+    make: Callable[[Any], torch.optim.Optimizer],
+    batches: Sequence[slice],
+    data: tuple[torch.Tensor, torch.Tensor],
+    max_grad_norm: float | None = None,
+) -> nn.Module:
+    """What one process computes with the big batches."""
+    model = network()
+    optimizer = make(model.parameters())
+    for batch in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data[0][batch]), data[1][batch]).backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+    return model
+
+
+def distance(model: nn.Module, reference: nn.Module) -> float:
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+}
+
+
+def check_parity_with_the_big_batch(hvd: Any) -> None:
+    """K steps on n ranks, accumulated once or twice, are K steps of one process."""
+    per_micro_batch, steps = 4, 6
+    for accumulate in (1, 2):
+        big = per_micro_batch * accumulate * hvd.size()
+        data = samples(steps * big)
+        batches = [slice(step * big, (step + 1) * big) for step in range(steps)]
+        for name, make in OPTIMIZERS.items():
+            model = network()
+            model, optimizer = hvd.distribute(
+                model,
+                make(model.parameters()),
+                scale_lr="none",
+                accumulate=accumulate,
+                summary=False,
+            )
+            for step in range(steps):
+                for micro in range(accumulate):
+                    start = step * big + (micro * hvd.size() + hvd.rank()) * per_micro_batch
+                    mine = slice(start, start + per_micro_batch)
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(data[0][mine]), data[1][mine]).backward()
+                    optimizer.step()
+            off = distance(model, train_alone(make, batches, data))
+            assert off < 1e-9, (name, accumulate, off)
+
+
+def check_uneven_batches(hvd: Any) -> None:
+    """Local batches of 30 and 10 weigh by samples; Horovod's plain average is 3.0 instead of 2."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+    # Gradients of the mean loss: 1 on rank 0, 5 elsewhere.
+    count, value = (30, 1.0) if hvd.rank() == 0 else (10, 5.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.full((count, 1), value)).mean().backward()
+        optimizer.step()
+    others = hvd.size() - 1
+    expected = (30 * 1.0 + others * 10 * 5.0) / (30 + others * 10)
+    assert abs(model.weight.item() + 2 * expected) < 1e-5
+    if hvd.size() == 2:
+        assert expected == 2.0
+
+
+def check_uneven_windows_everywhere(hvd: Any) -> None:
+    """Uneven micro-batches, ranks without any, last windows that are not full."""
+    sizes = [[5, 3, 4], [2, 7], [], [1]]  # of each step, the same list for all ranks
+    for compression in ("none", "fp16", "bf16"):
+        tolerance = {"none": 1e-9, "fp16": 2e-3, "bf16": 2e-2}[compression]
+        model = network()
+        model, optimizer = hvd.distribute(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            scale_lr="none",
+            accumulate=3,
+            compression=compression,
+            summary=False,
+        )
+        data = samples(400)
+        reference = network()
+        alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+        start = 0
+        for step in range(len(sizes)):
+            big_batch = []
+            for rank in range(hvd.size()):
+                for size in sizes[(step + rank) % len(sizes)]:
+                    mine = slice(start, start + size)
+                    big_batch += range(start, start + size)
+                    start += size
+                    if rank == hvd.rank():
+                        loss = nn.functional.cross_entropy(model(data[0][mine]), data[1][mine])
+                        loss.backward()
+                        optimizer.step()
+            # Ranks with fewer micro-batches end the window early; no step was due before.
+            for _ in range(len(sizes[(step + hvd.rank()) % len(sizes)]), 3):
+                optimizer.step()
+            optimizer.zero_grad()
+            alone.zero_grad()
+            nn.functional.cross_entropy(
+                reference(data[0][big_batch]), data[1][big_batch]
+            ).backward()
+            alone.step()
+        off = distance(model, reference)
+        assert off < tolerance, (compression, off)
+        assert equal_on_all_ranks(hvd, model[0].weight)
+
+
+def check_flush_of_a_short_window(hvd: Any) -> None:
+    data = samples(12 * hvd.size())
+    model = network()
+    model, optimizer = hvd.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        scale_lr="none",
+        accumulate=4,
+        summary=False,
+    )
+    used: list[int] = []
+    for micro in range(3):
+        start = (micro * hvd.size() + hvd.rank()) * 4
+        mine = slice(start, start + 4)
+        nn.functional.cross_entropy(model(data[0][mine]), data[1][mine]).backward()
+        optimizer.step()
+        optimizer.zero_grad()  # within the window: keeps what is accumulated
+    used = list(range(12 * hvd.size()))
+    before = model[0].weight.detach().clone()
+    optimizer.flush()
+    assert not torch.equal(before, model[0].weight)
+    optimizer.flush()  # nothing is left
+    reference = train_alone(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1), [slice(0, len(used))], data
+    )
+    assert distance(model, reference) < 1e-9
+
+
+def check_rank_weighting(hvd: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = hvd.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        scale_lr="none",
+        weighting="ranks",
+        summary=False,
+    )
+    count, value = (30, 1.0) if hvd.rank() == 0 else (10, 5.0)
+    model(torch.full((count, 1), value)).mean().backward()
+    optimizer.step()
+    expected = (1.0 + 5.0 * (hvd.size() - 1)) / hvd.size()
+    assert abs(model.weight.item() + expected) < 1e-6
+
+
+def check_stated_weights(hvd: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+    tokens = 100 if hvd.rank() == 0 else 20
+    optimizer.set_samples(tokens)
+    model(torch.full((4, 1), 1.0 + hvd.rank())).mean().backward()
+    optimizer.step()
+    weights = [100] + [20] * (hvd.size() - 1)
+    expected = sum(w * (1 + rank) for rank, w in enumerate(weights)) / sum(weights)
+    assert abs(model.weight.item() + expected) < 1e-5
+    raises(ValueError, "at least 0", optimizer.set_samples, -1)
+
+
+def check_samples_that_cannot_be_counted(hvd: Any) -> None:
+    model = network()
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), summary=False
+    )
+    loss = model[0](torch.ones(2, 6, dtype=torch.float64)).mean()
+    raises(SynchronizationError, "set_samples(n)", loss.backward)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+
+
+def check_evaluation_without_no_grad_counts_nothing(hvd: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+    for _ in range(2):
+        if hvd.rank() == 0:
+            model(torch.ones(64, 1))  # never differentiated
+        optimizer.zero_grad()
+        model(torch.full((4, 1), float(hvd.rank()))).mean().backward()
+        optimizer.step()
+    assert abs(model.weight.item() + (hvd.size() - 1)) < 1e-6
+
+
+def check_state_of_the_root_is_everywhere(hvd: Any) -> None:
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].register_buffer("extra", torch.full((1,), float(hvd.rank())), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (hvd.rank() + 1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    scaler = hvd.GradScaler("cpu", init_scale=2.0 ** (hvd.rank() + 4))
+    if hvd.rank() == 0:
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    model, optimizer, scheduler, scaler = hvd.distribute(
+        model, optimizer, scheduler, scaler, summary=False
+    )
+    for value in (*model.parameters(), *model.buffers()):
+        assert equal_on_all_ranks(hvd, value.float())
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert scheduler.last_epoch == 1
+    assert scaler.get_scale() == 16.0
+    model(torch.full((4, 2), float(hvd.rank()))).sum().backward()
+    optimizer.step()
+    assert equal_on_all_ranks(hvd, model[0].weight)
+    assert optimizer.state[model[0].weight]["step"].item() == 2
+
+
+def check_scaled_rate_and_warmup(hvd: Any) -> None:
+    weight = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    steps = 4
+    model, optimizer = hvd.distribute(
+        weight, torch.optim.SGD(weight.parameters(), lr=0.5), warmup_steps=steps, summary=False
+    )
+    seen = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        before = model.weight.item()
+        model(torch.ones(2, 1)).mean().backward()
+        optimizer.step()
+        seen.append(before - model.weight.item())
+    size = hvd.size()
+    expected = [0.5 * (1 + (size - 1) * min(1.0, (step + 1) / steps)) for step in range(6)]
+    assert all(abs(a - b) < 1e-5 for a, b in zip(seen, expected, strict=True)), (seen, expected)
+    assert hvd.effective_lrs(optimizer) == [0.5 * size]
+    raises(ValueError, "distributed already", lambda: hvd.distribute(model, optimizer))
+
+
+def check_batch_sizes_as_ratio(hvd: Any) -> None:
+    layer = nn.Linear(1, 1)
+    _, optimizer = hvd.distribute(
+        layer,
+        torch.optim.SGD(layer.parameters(), lr=0.1),
+        scale_lr="sqrt",
+        base_global_batch=64,
+        batch_size=32,
+        accumulate=8,
+        summary=False,
+    )
+    assert abs(hvd.effective_lrs(optimizer)[0] - 0.1 * (32 * 8 * hvd.size() / 64) ** 0.5) < 1e-9
+
+
+def check_scheduler_counts_real_steps(hvd: Any) -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+    layer, optimizer, scheduler = hvd.distribute(
+        layer, optimizer, scheduler, accumulate=2, scale_lr="none", summary=False
+    )
+    assert isinstance(scheduler, torch.optim.lr_scheduler.ExponentialLR)
+    rates = []
+    for _ in range(6):
+        layer(torch.ones(1, 1)).mean().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
+
+
+def check_plateau_decides_once_for_all(hvd: Any) -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    layer, optimizer, plateau = hvd.distribute(layer, optimizer, plateau, summary=False)
+    # The last rank alone sees an improvement; the mean over ranks gets worse.
+    for step in range(3):
+        alone_better = hvd.size() > 1 and hvd.rank() == hvd.size() - 1
+        metric = -float(step) if alone_better else 10.0 * step
+        plateau.step(metric)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert equal_on_all_ranks(hvd, torch.tensor([plateau.best], dtype=torch.float64))
+
+
+def check_gradient_clipping(hvd: Any) -> None:
+    data = samples(24 * hvd.size())
+    big = 4 * hvd.size()
+    model = network()
+    model, optimizer = hvd.distribute(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        scale_lr="none",
+        max_grad_norm=0.05,
+        summary=False,
+    )
+    for step in range(6):
+        start = step * big + hvd.rank() * 4
+        mine = slice(start, start + 4)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(data[0][mine]), data[1][mine]).backward()
+        optimizer.step()
+    batches = [slice(step * big, (step + 1) * big) for step in range(6)]
+    reference = train_alone(
+        lambda parameters: torch.optim.SGD(parameters, lr=0.5), batches, data, max_grad_norm=0.05
+    )
+    assert distance(model, reference) < 1e-9
+
+
+def check_join_within_distribute(hvd: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+    for _ in range(1 + hvd.rank()):
+        optimizer.zero_grad()
+        model(torch.full((4, 1), 3.0)).mean().backward()
+        optimizer.step()
+    hvd.join()
+    assert abs(model.weight.item() + 3.0 * (1 + hvd.rank())) < 1e-5
+
+
+def check_resume_continues_the_warmup(hvd: Any) -> None:
+    def start() -> tuple[nn.Module, Any]:
+        layer = nn.Linear(1, 1, bias=False).double()
+        nn.init.zeros_(layer.weight)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9)
+        return layer, optimizer
+
+    def steps(model: nn.Module, optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(2, 1, dtype=torch.float64)).mean().backward()
+            optimizer.step()
+
+    model, optimizer = hvd.distribute(*start(), warmup_steps=6, summary=False)
+    steps(model, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(model, optimizer, 5)
+    for loaded_before in (True, False):
+        resumed, second = start()
+        if loaded_before and hvd.rank() == 0:  # only the root has the checkpoint
+            resumed.load_state_dict(saved[0])
+            second.load_state_dict(copy.deepcopy(saved[1]))
+        resumed, second = hvd.distribute(resumed, second, warmup_steps=6, summary=False)
+        if not loaded_before:
+            resumed.load_state_dict(saved[0])
+            second.load_state_dict(copy.deepcopy(saved[1]))
+        steps(resumed, second, 5)
+        assert torch.equal(resumed.weight, model.weight), (loaded_before, resumed.weight)
+
+
+def check_copy_of_a_distributed_optimizer(hvd: Any) -> None:
+    model = network()
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), warmup_steps=3, summary=False
+    )
+    other_model, other = copy.deepcopy((model, optimizer))
+    inputs = torch.full((2 + hvd.rank(), 6), 1.0 + hvd.rank(), dtype=torch.float64)
+    for chosen, its_optimizer in ((model, optimizer), (other_model, other)):
+        if chosen is other_model:  # nobody watches the copied model's inputs
+            raises(SynchronizationError, "set_samples(n)", chosen(inputs).mean().backward)
+            its_optimizer.zero_grad()
+            its_optimizer.set_samples(2 + hvd.rank())
+        chosen(inputs).mean().backward()
+        its_optimizer.step()
+    assert torch.equal(model[0].weight, other_model[0].weight)
+    assert hvd.effective_lrs(optimizer) == hvd.effective_lrs(other)
+
+
+def check_arguments(hvd: Any) -> None:
+    def call(**keywords: Any) -> None:
+        layer = nn.Linear(1, 1)
+        hvd.distribute(layer, torch.optim.SGD(layer.parameters(), lr=0.1), **keywords)
+
+    def check(text: str, **keywords: Any) -> None:
+        raises(ValueError, text, lambda: call(**keywords))
+
+    check("'linear', 'sqrt', 'none'", scale_lr="cubic")
+    check("'none', 'fp16', 'bf16'", compression="fp8")
+    check("'samples', 'ranks'", weighting="tokens")
+    check("'base', 'zero'", warmup_start=0.5)
+    check("accumulate", accumulate=0)
+    check("warmup_steps", warmup_steps=-1)
+    check("max_grad_norm", max_grad_norm=0.0)
+    check("together", base_global_batch=32)
+    check("hvd.GradScaler", scaler=torch.amp.GradScaler("cpu"))
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    check("same optimizer", scheduler=torch.optim.lr_scheduler.StepLR(other, 1))
+    raises(ValueError, "torch.nn.Module", lambda: hvd.distribute("model", other))
+
+
+def check_summary_is_said_once(hvd: Any) -> None:
+    layer = nn.Linear(1, 1)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        hvd.distribute(layer, torch.optim.SGD(layer.parameters(), lr=0.1), warmup_steps=10)
+    text = output.getvalue()
+    if hvd.rank() == 0:
+        assert len(text.splitlines()) <= 4
+        for part in (f"{hvd.size()} ranks", f"0.1 -> {0.1 * hvd.size():g}", "warmup 10 steps"):
+            assert part in text, text
+    else:
+        assert text == ""
