@@ -182,7 +182,9 @@ def rank_tests(
     @pytest.mark.parametrize("size", sizes)
     def test_on_ranks(size: int, name: str) -> None:
         outcomes, job = _run_group(module, size, timeout_s)
-        outcome = outcomes.get(name, "not run: the group ended before it")
+        outcome = outcomes.get(name)
+        if outcome is None and outcomes:
+            pytest.fail(f"{name} on {size} ranks: not run, the group ended before", pytrace=False)
         if outcome != "passed":
             pytest.fail(f"{name} on {size} ranks: {outcome}\n{job.report()}", pytrace=False)
         if job.returncode != 0 and name == check_names(module)[-1]:

@@ -27,7 +27,7 @@ __all__ = [
     "Compression",
     "DistributedOptimizer",
     "GradScaler",
-    "SyncBatchNorm",
+    "SyncBatchNorm",  # noqa: F405
     "allgather_object",
     "broadcast_object",
     "broadcast_optimizer_state",
@@ -36,14 +36,14 @@ __all__ = [
     "clip_grad_value_",
     "distribute",
     "effective_lrs",
-    "elastic",
+    "elastic",  # noqa: F405
 ]
 __all__ += _ops_names
 
 
 def __getattr__(name: str) -> Any:
-    """Horovod's own ``elastic`` and ``SyncBatchNorm``, loaded when they are asked for."""
-    if name in ("elastic", "SyncBatchNorm"):
+    """What is Horovod's own, loaded when it is asked for."""
+    if name in ("SyncBatchNorm", "check_extension", "elastic"):
         from hvdkit.optional import require
 
         return getattr(require("horovod.torch", feature=f"hvd.{name}", extra="horovod"), name)

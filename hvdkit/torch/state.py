@@ -242,15 +242,17 @@ def _check_same(structure: list[str], root_rank: int) -> None:
     count = int(_wait(handle).item())
     if not count:
         return
-    missing = [entry for entry in expected if entry not in set(structure)]
-    surplus = [entry for entry in structure if entry not in set(expected)]
-    lines = [f"only on rank {root_rank}: {entry}" for entry in missing]
-    lines += [f"only on rank {mpi_ops.rank()}: {entry}" for entry in surplus]
-    shown = "; ".join(lines[:_SHOWN_DIFFERENCES]) or "this rank agrees with the root"
+    rank = mpi_ops.rank()
+    lines = [f"only on rank {root_rank}: {entry}" for entry in expected if entry not in structure]
+    lines += [f"only on rank {rank}: {entry}" for entry in structure if entry not in expected]
+    if structure != expected and not lines:
+        lines = [f"the same entries in another order on rank {rank}"]
+    everywhere = allgather_object(lines, name="differences")
+    shown = [line for differences in everywhere for line in differences][:_SHOWN_DIFFERENCES]
     raise SynchronizationError(
         f"Expected the same names, shapes and dtypes on all ranks. Received: {count} ranks that "
-        f"differ from rank {root_rank}. On rank {mpi_ops.rank()}: {shown}. Fix: build the same "
-        "model and optimizer on every rank."
+        f"differ from rank {root_rank}: {'; '.join(shown)}. Fix: build the same model and "
+        "optimizer on every rank."
     )
 
 

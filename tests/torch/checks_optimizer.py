@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import warnings
 from typing import Any
 
 import horovod.torch as horovod
+import pytest
 import torch
 from torch import nn
 
@@ -17,12 +19,8 @@ from hvdkit.errors import SynchronizationError
 
 def raises(error: type[BaseException], text: str, function: Any, *args: Any) -> None:
     """Fails unless the call raises `error` with `text` in its message."""
-    try:
+    with pytest.raises(error, match=re.escape(text)):
         function(*args)
-    except error as caught:
-        assert text in str(caught), f"expected {text!r} in: {caught}"
-        return
-    raise AssertionError(f"expected {error.__name__} with {text!r}")
 
 
 def parameter(*values: float) -> nn.Parameter:
