@@ -7,15 +7,14 @@ the others make room for it and receive it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
 import torch
 
 from hvdkit.errors import SynchronizationError
+from hvdkit.optional import require
 from hvdkit.torch.backend import mpi_ops
 
 PACK_BYTES = 64 * 2**20
@@ -169,6 +168,8 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         >>> hvd.allgather_object("mine")
         ['mine']
     """
+    if mpi_ops.size() == 1:
+        return [obj]
     label = f"hvdkit.objects.{name or 'unnamed'}"
     data = _to_bytes(obj)
     size = torch.tensor([data.numel()], dtype=torch.int64)
@@ -375,13 +376,16 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _to_bytes(obj: Any) -> torch.Tensor:
-    buffer = io.BytesIO()
-    cloudpickle.dump(obj, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    data = _cloudpickle().dumps(obj)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _from_bytes(data: torch.Tensor) -> Any:
-    return cloudpickle.loads(data.numpy().tobytes())
+    return _cloudpickle().loads(data.numpy().tobytes())
+
+
+def _cloudpickle() -> Any:
+    return require("cloudpickle", feature="sending objects between ranks", extra="build")
 
 
 def _wait(handle: int) -> Any:
