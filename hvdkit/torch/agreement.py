@@ -43,7 +43,7 @@ def exchange_counts(
         process_set: The ranks that take part.
         samples: Samples that this rank's gradients stand for.
         left: Whether this rank holds gradients whose reduction it could not start.
-        launched_mask: One bit for each bucket whose reduction it started.
+        launched_mask: One bit for each reduction that it started.
     """
     mask = launched_mask.to_bytes(launched_mask.bit_length() // 8 + 1, "little")
     checksum = zlib.crc32(mask) & 0xFFFFF  # its square, added over all ranks, fits 64 bits

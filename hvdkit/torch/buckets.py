@@ -51,7 +51,6 @@ class Bucket:
 
     name: str
     slots: list[Slot]
-    index: int = 0
     ready: int = 0
     launched: bool = False
 

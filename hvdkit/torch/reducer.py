@@ -137,6 +137,7 @@ class GradientReducer:
                 slot.passes = int(slot.parameter.grad is not None)
                 self._hook(slot)
 
+    @torch.no_grad()
     def synchronize(self) -> None:
         """Ends the window: when it returns, every gradient is the reduced one on every rank.
 
@@ -214,7 +215,6 @@ class GradientReducer:
             )
 
     def _add_bucket(self, bucket: Bucket) -> None:
-        bucket.index = len(self._buckets)
         self._buckets.append(bucket)
         for slot in bucket.slots:
             self._bucket_of[slot.index] = bucket
@@ -275,9 +275,10 @@ class GradientReducer:
             self._launch(bucket, bucket.slots)
         self._advance_finished()
 
+    @torch.no_grad()  # a backward pass with create_graph=True is not to record the reduction
     def _launch(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         bucket.launched = True
-        self._launched_mask |= 1 << bucket.index
+        self._launched_mask |= 1 << bucket.slots[0].index
         for slot in slots:
             if slot.parameter.grad is None or (self.counter is not None and not slot.passes):
                 slot.parameter.grad = torch.zeros_like(slot.parameter)
