@@ -52,7 +52,7 @@ def _start(
     steps = ops_reduce.reduction(
         tensors,
         tensors if in_place else None,
-        ops_handles.name_for(kind, name),
+        ops_handles.name_for(kind, name, process_set),
         op,
         prescale_factor,
         postscale_factor,
@@ -369,7 +369,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Like :func:`reducescatter`, but returns a handle for `poll` and `synchronize`."""
-    chosen = ops_handles.name_for("reducescatter", name)
+    chosen = ops_handles.name_for("reducescatter", name, process_set)
     factors = (prescale_factor, postscale_factor)
     steps = ops_reduce.scattering([tensor], chosen, op, *factors, process_set, False)
     return ops_handles.start(_first(steps))
@@ -384,7 +384,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Like :func:`grouped_reducescatter`, but returns a handle; its output is a tuple."""
-    chosen = ops_handles.name_for("grouped_reducescatter", name)
+    chosen = ops_handles.name_for("grouped_reducescatter", name, process_set)
     factors = (prescale_factor, postscale_factor)
     steps = ops_reduce.scattering(_listed(tensors), chosen, op, *factors, process_set, True)
     return ops_handles.start(_as_tuple(steps))

@@ -55,7 +55,7 @@ class _Pending:
 
 
 _pending: dict[int, _Pending] = {}
-_unnamed: Counter[str] = Counter()
+_unnamed: Counter[tuple[str, int]] = Counter()
 _blocking: set[str] = set()
 
 
@@ -151,15 +151,17 @@ def forget_all() -> None:
     _blocking.clear()
 
 
-def name_for(kind: str, name: str | None) -> str:
-    """`name`, or a new one that is the same on all ranks.
+def name_for(kind: str, name: str | None, process_set: Any) -> str:
+    """`name`, or a new one that is the same on all ranks of `process_set`.
 
-    Horovod numbers unnamed operations by handle, and ranks that joined early have used fewer.
+    Horovod numbers unnamed operations by handle, and so ranks that joined early, or that do not
+    belong to a process set, never meet the others again.
     """
     if name is not None:
         return name
-    _unnamed[kind] += 1
-    return f"hvdkit.unnamed.{_unnamed[kind]}"
+    key = (kind, process_set.process_set_id)
+    _unnamed[key] += 1
+    return f"hvdkit.unnamed.{_unnamed[key]}"
 
 
 @contextmanager

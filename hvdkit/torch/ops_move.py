@@ -55,7 +55,9 @@ class _Allgather(torch.autograd.Function):
         ctx.shapes = [tensor.shape for tensor in tensors]
         kind = "grouped_allgather" if grouped else "allgather"
         # A name of its own for each call: Horovod dies of a remembered allgather beside `join`.
-        steps = _gathering(tensors, ops_handles.name_for(kind, name), process_set, grouped)
+        steps = _gathering(
+            tensors, ops_handles.name_for(kind, name, process_set), process_set, grouped
+        )
         gathered = ops_handles.run(steps)
         return tuple(gathered) if grouped else (gathered,)
 
@@ -97,7 +99,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: Any = _globa
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = _global) -> int:
     """Like :func:`allgather`, but returns a handle for `poll` and `synchronize`."""
-    chosen = ops_handles.name_for("allgather", name)
+    chosen = ops_handles.name_for("allgather", name, process_set)
     return ops_handles.start(_gathering([tensor], chosen, process_set, False))
 
 
@@ -113,7 +115,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: Any = _global
 ) -> int:
     """Like :func:`grouped_allgather`, but returns a handle; its output is a tuple."""
-    chosen = ops_handles.name_for("grouped_allgather", name)
+    chosen = ops_handles.name_for("grouped_allgather", name, process_set)
     return ops_handles.start(_gathering(list(tensors), chosen, process_set, True))
 
 
@@ -185,7 +187,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = _global
 ) -> int:
     """Like :func:`broadcast`, but returns a handle for `poll` and `synchronize`."""
-    chosen = ops_handles.name_for("broadcast", name)
+    chosen = ops_handles.name_for("broadcast", name, process_set)
     return ops_handles.start(_sending(tensor, None, root_rank, chosen, process_set))
 
 
@@ -203,7 +205,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = _global
 ) -> int:
     """Like :func:`broadcast_async`, but writes the result to `tensor`."""
-    chosen = ops_handles.name_for("broadcast", name)
+    chosen = ops_handles.name_for("broadcast", name, process_set)
     return ops_handles.start(_sending(tensor, tensor, root_rank, chosen, process_set))
 
 
@@ -230,7 +232,9 @@ class _Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None, process_set: Any) -> Any:
-        steps = _exchanging(tensor, splits, ops_handles.name_for("alltoall", name), process_set)
+        steps = _exchanging(
+            tensor, splits, ops_handles.name_for("alltoall", name, process_set), process_set
+        )
         output, received = ops_handles.run(steps)
         ctx.name, ctx.process_set, ctx.received = name, process_set, received
         ctx.mark_non_differentiable(received)
@@ -273,7 +277,7 @@ def alltoall_async(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = _global
 ) -> int:
     """Like :func:`alltoall`, but returns a handle; its output is rows and counts."""
-    chosen = ops_handles.name_for("alltoall", name)
+    chosen = ops_handles.name_for("alltoall", name, process_set)
     return ops_handles.start(_exchanging(tensor, splits, chosen, process_set))
 
 

@@ -420,6 +420,10 @@ def check_process_sets(hvd):
         outsider = 1 if size > 2 else 0
         with pytest.raises(ValueError, match=f"root_rank={outsider}"):
             ops.broadcast(torch.tensor(rank), outsider, process_set=some)
+        ops.synchronize(ops.allreduce_async(torch.ones(1), process_set=some))
+    # Unnamed operations of all ranks still meet, although some ranks have run fewer.
+    assert ops.allgather(torch.ones(1)).shape == (size,)
+    assert ops.synchronize(ops.allreduce_async(torch.ones(1))).item() == 1
     assert ops.remove_process_set(some)
 
 
