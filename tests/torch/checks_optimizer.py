@@ -301,6 +301,7 @@ def check_synchronize_recipes(hvd: Any) -> None:
     total = sum(range(hvd.size()))
     pull(weight, float(hvd.rank()))
     optimizer.synchronize()
+    optimizer.synchronize()
     assert weight.grad.item() == total
     with optimizer.skip_synchronize():
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Runs collectives on one rank and prints results as JSON, for tests.torch.test_local_ops."""
+"""Runs collectives and training on one rank and prints JSON, for tests.torch.test_local_ops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 
 import torch
 
+import hvdkit.torch as hvd
 from hvdkit.torch import ops
 from hvdkit.torch.backend import HOROVOD_INSTALLED, mpi_ops
 
@@ -103,11 +104,51 @@ def rest(report):
     report["set in use"] = attempt(ops.allreduce, leaf, process_set=ops.ProcessSet([0]))
 
 
+def training(report):
+    """The whole of hvd.distribute, then a plain script in Horovod's manner."""
+    for compression in ("none", "fp16", "bf16"):
+        torch.manual_seed(5)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        model, optimizer, scheduler, scaler = hvd.distribute(
+            model,
+            optimizer,
+            scheduler,
+            hvd.GradScaler("cpu", init_scale=64.0),
+            accumulate=2,
+            warmup_steps=2,
+            max_grad_norm=0.5,
+            compression=compression,
+            summary=False,
+        )
+        for count in (4, 3, 5, 5, 2):
+            scaler.scale(model(torch.rand(count, 3)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        report[f"trained {compression}"] = [plain(value) for value in model.state_dict().values()]
+        report[f"rates {compression}"] = [hvd.effective_lrs(optimizer), scaler.get_scale()]
+    layer = torch.nn.Linear(2, 1)
+    plain_optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(layer.parameters(), lr=0.1), layer.named_parameters(), hvd.Compression.fp16
+    )
+    hvd.broadcast_parameters(layer, root_rank=0)
+    hvd.broadcast_optimizer_state(plain_optimizer, root_rank=0)
+    layer(torch.ones(1, 2)).sum().backward()
+    hvd.clip_grad_norm_(layer.parameters(), 0.1)
+    plain_optimizer.step()
+    report["plain script"] = [plain(value) for value in layer.state_dict().values()]
+    report["objects"] = [hvd.broadcast_object({"a": 1}), hvd.allgather_object([2])]
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     report = {"before init": attempt(mpi_ops.size), "initialized": mpi_ops.is_initialized()}
     ops.init()
-    for part in (reductions, moves, rest):
+    for part in (reductions, moves, rest, training):
         part(report)
     ops.shutdown()
     report["after shutdown"] = [mpi_ops.is_initialized(), attempt(ops.allreduce, torch.ones(1))]
