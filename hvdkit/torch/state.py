@@ -14,16 +14,21 @@ from typing import Any
 import torch
 
 from hvdkit.errors import SynchronizationError
-from hvdkit.optional import require
 from hvdkit.torch.backend import mpi_ops
+from hvdkit.torch.objects import CHUNK_BYTES, allgather_object, broadcast_object
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]
 
 PACK_BYTES = 64 * 2**20
 """Small tensors travel together in buffers of at most this size."""
 
-CHUNK_BYTES = 2**30
-"""The largest single broadcast: MPI counts in 32-bit integers."""
-
 _SHOWN_DIFFERENCES = 5
+_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,13 @@ class _TensorSpec:
     dtype: torch.dtype
     with_parameter: bool
     """Whether it lies on its parameter's device; else on the CPU."""
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """Stands for a parameter as a key of an optimizer's state."""
+
+    index: int
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -54,14 +66,20 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         >>> hvd.init()
         >>> hvd.broadcast_parameters(torch.nn.Linear(2, 1), root_rank=0)
     """
-    entries = list(_named_entries(params))
-    tensors = [(name, value) for name, value in entries if isinstance(value, torch.Tensor)]
-    objects = {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
+    tensors: list[tuple[str, torch.Tensor]] = []
+    objects: dict[str, Any] = {}
+    for name, value in _named_entries(params):
+        # Extra state may be a tensor that is made anew by each get_extra_state().
+        if isinstance(value, torch.Tensor) and not name.endswith(_EXTRA_STATE):
+            tensors.append((name, value))
+        else:
+            objects[name] = value
+    structure = [f"{name}: {_described(tensor)}" for name, tensor in tensors]
+    if mpi_ops.size() > 1:
+        _check_same(structure + [f"{name}: object" for name in objects], root_rank)
     _check_materialised(tensors)
     if mpi_ops.size() == 1:
         return
-    structure = [f"{name}: {_described(tensor)}" for name, tensor in tensors]
-    _check_same(structure + [f"{name}: object" for name in objects], root_rank)
     _broadcast_tensors([tensor for _, tensor in tensors], root_rank)
     received = broadcast_object(objects, root_rank) if objects else {}
     if mpi_ops.rank() != root_rank:
@@ -101,81 +119,12 @@ def broadcast_optimizer_state(
     ]
     _check_same(structure, root_rank)
     is_root = mpi_ops.rank() == root_rank
-    tensors: list[torch.Tensor] = []
+    tensors = _Tensors()
     tree: Any = _optimizer_tree(optimizer, parameters, tensors) if is_root else None
-    groups, state = broadcast_object(tree, root_rank, name="optimizer")
+    tree = broadcast_object(tree, root_rank, name="optimizer")
     if not is_root:
-        own_state = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        tensors = []
-        for group, options in zip(optimizer.param_groups, groups, strict=True):
-            anchor = group["params"][0] if group["params"] else torch.empty(0)
-            for key, option in options.items():
-                group[key] = _decode(option, group.get(key), anchor, tensors)
-        decoded = {
-            index: _decode(entry, own_state[index], parameters[index], tensors)
-            for index, entry in state.items()
-        }
-        optimizer.state.clear()
-        optimizer.state.update({parameters[index]: entry for index, entry in decoded.items()})
-    _broadcast_tensors(tensors, root_rank)
-
-
-def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: Any = mpi_ops.global_process_set,
-) -> Any:
-    """Returns the root's object on every rank; on the root the very object.
-
-    Args:
-        obj: Anything that cloudpickle can send; ignored on the other ranks.
-        root_rank: The rank whose object counts, numbered among all ranks.
-        name: Name of the operation in timelines.
-        process_set: The ranks that take part.
-
-    Example:
-        >>> import hvdkit.torch as hvd
-        >>> hvd.init()
-        >>> hvd.broadcast_object({"epoch": 3}, root_rank=0)
-        {'epoch': 3}
-    """
-    if process_set.size() == 1:
-        return obj
-    # Horovod's default name is the object's class, and waits for ever where classes differ.
-    label = f"hvdkit.object.{name or 'unnamed'}"
-    is_root = mpi_ops.rank() == root_rank
-    data = _to_bytes(obj) if is_root else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()], dtype=torch.int64)
-    _wait(mpi_ops.broadcast_async_(size, root_rank, f"{label}.size", process_set))
-    if not is_root:
-        data = torch.empty(int(size.item()), dtype=torch.uint8)
-    for index, chunk in enumerate(data.split(CHUNK_BYTES)):
-        _wait(mpi_ops.broadcast_async_(chunk, root_rank, f"{label}.{index}", process_set))
-    return obj if is_root else _from_bytes(data)
-
-
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Returns every rank's object, in the order of ranks.
-
-    Args:
-        obj: Anything that cloudpickle can send.
-        name: Name of the operation in timelines.
-
-    Example:
-        >>> import hvdkit.torch as hvd
-        >>> hvd.init()
-        >>> hvd.allgather_object("mine")
-        ['mine']
-    """
-    if mpi_ops.size() == 1:
-        return [obj]
-    label = f"hvdkit.objects.{name or 'unnamed'}"
-    data = _to_bytes(obj)
-    size = torch.tensor([data.numel()], dtype=torch.int64)
-    sizes = _wait(mpi_ops.allgather_async(size, f"{label}.sizes")).tolist()
-    gathered = _wait(mpi_ops.allgather_async(data, f"{label}.data"))
-    return [_from_bytes(part) for part in gathered.split(sizes)]
+        _apply_tree(tree, optimizer, parameters, tensors)
+    _broadcast_tensors(tensors.each, root_rank)
 
 
 # --- structures ---------------------------------------------------------------------------
@@ -186,12 +135,14 @@ def _named_entries(params: Any) -> Iterator[tuple[str, Any]]:
         yield from ((_plain(name), value) for name, value in params.named_parameters())
         yield from ((_plain(name), value) for name, value in params.named_buffers())
         for name, module in _modules_with_extra_state(params):
-            yield f"{_plain(name)}._extra_state", module.get_extra_state()
+            yield f"{_plain(name)}.{_EXTRA_STATE}", module.get_extra_state()
     elif isinstance(params, Mapping):
-        yield from sorted((_plain(name), value) for name, value in params.items())
+        named = [(_plain(name), value) for name, value in params.items()]
+        yield from sorted(named, key=lambda entry: entry[0])
     elif isinstance(params, Iterable) and not isinstance(params, (torch.Tensor, str, bytes)):
         for index, entry in enumerate(params):
-            yield entry if isinstance(entry, tuple) else (str(index), entry)
+            name, value = entry if isinstance(entry, tuple) else (index, entry)
+            yield _plain(str(name)), value
     else:
         raise ValueError(
             "Expected a module, a state_dict(), or an iterable of tensors or (name, tensor) "
@@ -208,7 +159,7 @@ def _modules_with_extra_state(model: torch.nn.Module) -> Iterator[tuple[str, tor
 def _store_objects(params: Any, received: Mapping[str, Any]) -> None:
     if isinstance(params, torch.nn.Module):
         for name, module in _modules_with_extra_state(params):
-            key = f"{_plain(name)}._extra_state"
+            key = f"{_plain(name)}.{_EXTRA_STATE}"
             if key in received:
                 module.set_extra_state(received[key])
     elif isinstance(params, MutableMapping):
@@ -223,6 +174,8 @@ def _plain(name: str) -> str:
 
 
 def _described(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "lazy, without a shape yet"
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
@@ -257,74 +210,123 @@ def _check_same(structure: list[str], root_rank: int) -> None:
     )
 
 
+class _Tensors:
+    """The tensors of a structure, each of them once."""
+
+    def __init__(self) -> None:
+        self.each: list[torch.Tensor] = []
+        self._indices: dict[int, int] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._indices
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """The tensor's index, a new one where it was not seen before."""
+        if tensor not in self:
+            self._indices[id(tensor)] = len(self.each)
+            self.each.append(tensor)
+        return self._indices[id(tensor)]
+
+
 def _optimizer_tree(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[torch.Tensor],
-    tensors: list[torch.Tensor],
-) -> tuple[list[dict[str, Any]], dict[int, Any]]:
-    """Options and state with specs in place of tensors, which are appended to `tensors`."""
-    groups = []
-    for group in optimizer.param_groups:
-        anchor = group["params"][0] if group["params"] else torch.empty(0)
-        groups.append(
-            {
-                key: _encode(option, anchor, tensors)
-                for key, option in group.items()
-                if key not in ("params", "param_names")
-            }
-        )
-    state = {
-        index: _encode(optimizer.state[parameter], parameter, tensors)
-        for index, parameter in enumerate(parameters)
-        if parameter in optimizer.state
-    }
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], tensors: _Tensors
+) -> tuple[list[dict[str, Any]], list[tuple[Any, Any]]]:
+    """Options and state, with specs in place of tensors and indices in place of parameters."""
+    groups = [
+        {
+            key: _encode(option, _anchor(group), tensors)
+            for key, option in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    state: list[tuple[Any, Any]] = []
+    for key, entry in optimizer.state.items():
+        if not isinstance(key, torch.Tensor):  # what an optimizer keeps for all parameters
+            state.append((key, _encode(entry, _no_parameter(), tensors)))
+        elif id(key) in indices:
+            state.append((_Parameter(indices[id(key)]), _encode(entry, key, tensors)))
     return groups, state
 
 
-def _encode(value: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+def _apply_tree(
+    tree: tuple[list[dict[str, Any]], list[tuple[Any, Any]]],
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[torch.Tensor],
+    tensors: _Tensors,
+) -> None:
+    """Replaces options and state by the root's; the values of tensors come later."""
+    groups, received = tree
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        for key, option in options.items():
+            group[key] = _decode(option, group.get(key), _anchor(group), tensors)
+    state = {}
+    for sent, entry in received:
+        of_parameter = isinstance(sent, _Parameter)
+        key = parameters[sent.index] if of_parameter else sent
+        anchor = key if of_parameter else _no_parameter()
+        state[key] = _decode(entry, optimizer.state.get(key), anchor, tensors)
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _anchor(group: Mapping[str, Any]) -> torch.Tensor:
+    anchor: torch.Tensor = group["params"][0] if group["params"] else _no_parameter()
+    return anchor
+
+
+def _no_parameter() -> torch.Tensor:
+    return torch.empty(0)
+
+
+def _encode(value: Any, anchor: torch.Tensor, tensors: _Tensors) -> Any:
     if isinstance(value, torch.Tensor):
-        tensors.append(value)
         with_parameter = value.device == anchor.device and value.device.type != "cpu"
-        return _TensorSpec(len(tensors) - 1, tuple(value.shape), value.dtype, with_parameter)
+        index = tensors.index_of(value)
+        return _TensorSpec(index, tuple(value.shape), value.dtype, with_parameter)
     if isinstance(value, dict):
         return {key: _encode(entry, anchor, tensors) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        entries = [_encode(entry, anchor, tensors) for entry in value]
-        if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
-            return type(value)(*entries)
-        return entries if type(value) is list else type(value)(entries)
+        return _like(value, [_encode(entry, anchor, tensors) for entry in value])
     return value
 
 
-def _decode(value: Any, own: Any, anchor: torch.Tensor, tensors: list[torch.Tensor]) -> Any:
+def _decode(value: Any, own: Any, anchor: torch.Tensor, tensors: _Tensors) -> Any:
     """Makes room for a received structure, in this rank's own tensors where they fit."""
     if isinstance(value, _TensorSpec):
-        device = anchor.device if value.with_parameter else torch.device("cpu")
-        fits = (
-            isinstance(own, torch.Tensor)
-            and tuple(own.shape) == value.shape
-            and own.dtype == value.dtype
-            and own.device == device
-        )
-        tensors.append(own if fits else torch.empty(value.shape, dtype=value.dtype, device=device))
-        assert len(tensors) == value.index + 1
-        return tensors[-1]
+        return _room_for(value, own, anchor, tensors)
     if isinstance(value, dict):
         held = own if isinstance(own, dict) else {}
         return {k: _decode(entry, held.get(k), anchor, tensors) for k, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        held = (
-            own
-            if isinstance(own, (list, tuple)) and len(own) == len(value)
-            else [None] * len(value)
-        )
-        entries = [
-            _decode(entry, mine, anchor, tensors) for entry, mine in zip(value, held, strict=True)
-        ]
-        if hasattr(value, "_fields"):
-            return type(value)(*entries)
-        return entries if type(value) is list else type(value)(entries)
+        alike = isinstance(own, (list, tuple)) and len(own) == len(value)
+        pairs = zip(value, own if alike else [None] * len(value), strict=True)
+        return _like(value, [_decode(entry, mine, anchor, tensors) for entry, mine in pairs])
     return value
+
+
+def _room_for(spec: _TensorSpec, own: Any, anchor: torch.Tensor, tensors: _Tensors) -> torch.Tensor:
+    if spec.index < len(tensors.each):  # the root has one tensor in two places
+        return tensors.each[spec.index]
+    device = anchor.device if spec.with_parameter else torch.device("cpu")
+    fits = (
+        isinstance(own, torch.Tensor)
+        and own not in tensors  # one tensor here where the root has two
+        and tuple(own.shape) == spec.shape
+        and own.dtype == spec.dtype
+        and own.device == device
+    )
+    room = own if fits else torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    assert tensors.index_of(room) == spec.index
+    return room
+
+
+def _like(value: Any, entries: list[Any]) -> Any:
+    """A list, tuple or named tuple of the type of `value`."""
+    if hasattr(value, "_fields"):  # a named tuple takes its fields one by one
+        return type(value)(*entries)
+    return entries if type(value) is list else type(value)(entries)
 
 
 # --- bytes --------------------------------------------------------------------------------
@@ -372,20 +374,7 @@ def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _to_bytes(obj: Any) -> torch.Tensor:
-    data = _cloudpickle().dumps(obj)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _from_bytes(data: torch.Tensor) -> Any:
-    return _cloudpickle().loads(data.numpy().tobytes())
-
-
-def _cloudpickle() -> Any:
-    return require("cloudpickle", feature="sending objects between ranks", extra="build")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _wait(handle: int) -> Any:

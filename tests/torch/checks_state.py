@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hvdkit.errors import SynchronizationError
+from hvdkit.torch import objects
 from tests.torch.checks_optimizer import equal_on_all_ranks, parameter, pull, raises
 
 
@@ -61,6 +62,8 @@ OPTIMIZERS += [
     and issubclass(cls, torch.optim.Optimizer)
     and name not in ("Optimizer", "SparseAdam", "LBFGS", "Muon")
 ]
+if hasattr(torch.optim, "Muon"):  # takes matrices alone
+    OPTIMIZERS.append(("Muon", lambda p: torch.optim.Muon([q for q in p if q.ndim == 2])))
 
 
 def check_every_optimizer_with_loaded_state_on_the_root(hvd: Any) -> None:
@@ -168,6 +171,34 @@ def check_partial_frozen_and_none_valued_state(hvd: Any) -> None:
     assert optimizer.state[first]["momentum_buffer"].item() == 1.0
 
 
+def check_state_for_all_parameters(hvd: Any) -> None:
+    weight = parameter(1.0)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state["shared"] = {"steps": torch.tensor(3.0 + hvd.rank()), "rank": hvd.rank()}
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.state["shared"]["steps"].item() == 3.0
+    assert optimizer.state["shared"]["rank"] == 0
+    assert list(optimizer.state) == ["shared"]
+
+
+def check_one_tensor_in_two_places(hvd: Any) -> None:
+    """A rate that fresh groups share is two tensors at a root that has loaded a state."""
+    shared = torch.tensor(0.5)
+    groups = [{"params": [parameter(1.0)]}, {"params": [parameter(2.0)]}]
+    optimizer = torch.optim.Adam(groups, lr=shared)
+    if hvd.rank() == 0:
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert [group["lr"].item() for group in optimizer.param_groups] == [0.25, 0.5]
+
+    for group in optimizer.param_groups:
+        group["lr"] = shared if hvd.rank() == 0 else torch.tensor(0.1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    first, second = optimizer.param_groups
+    assert first["lr"] is second["lr"]
+    assert first["lr"].item() == 0.5
+
+
 def check_tensor_options_stay_the_same_object(hvd: Any) -> None:
     rate = torch.tensor(0.1 * (1 + hvd.rank()))
     optimizer = torch.optim.Adam([parameter(1.0)], lr=rate)
@@ -204,6 +235,16 @@ class Counting(nn.Module):
         self.count = state["count"]
 
 
+class Remembering(Counting):
+    """A module whose extra state is a tensor, made anew each time it is asked for."""
+
+    def get_extra_state(self) -> Any:
+        return torch.full((self.count + 1,), self.count)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = int(state[0])
+
+
 def check_extra_state(hvd: Any) -> None:
     model = nn.Sequential(nn.Linear(1, 1), Counting(hvd.rank()))
     hvd.broadcast_parameters(model, root_rank=0)
@@ -211,6 +252,9 @@ def check_extra_state(hvd: Any) -> None:
     state = nn.Sequential(nn.Linear(1, 1), Counting(hvd.rank())).state_dict()
     hvd.broadcast_parameters(state, root_rank=0)
     assert state["1._extra_state"] == {"count": 0}
+    remembering = Remembering(hvd.rank())
+    hvd.broadcast_parameters(remembering, root_rank=0)
+    assert remembering.count == 0
 
 
 def check_every_dtype_and_layout(hvd: Any) -> None:
@@ -222,8 +266,10 @@ def check_every_dtype_and_layout(hvd: Any) -> None:
     tensors["channels last"] = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     tensors["scalar"] = torch.randn(())
     tensors["empty"] = torch.randn(0, 3)
+    tensors["conjugate"] = torch.randn(3, dtype=torch.complex64).conj().imag
     tensors["odd bytes"] = torch.tensor([True, False, hvd.rank() == 0])
     tensors["large"] = torch.randn(20_000_000) if hvd.rank() == 0 else torch.zeros(20_000_000)
+    hvd.broadcast_parameters([torch.empty(0)], root_rank=0)
     held = dict(tensors)
     hvd.broadcast_parameters(tensors, root_rank=0)
     torch.manual_seed(0)
@@ -244,6 +290,9 @@ def check_forms_of_parameters(hvd: Any) -> None:
         lambda layer: layer.named_parameters(),
         lambda layer: layer,
         lambda layer: torch.compile(layer, backend="eager") if hvd.rank() else layer,
+        lambda layer: (
+            torch.compile(layer, backend="eager") if hvd.rank() else layer
+        ).named_parameters(),
     ):
         layer = nn.Linear(2, 2)
         nn.init.constant_(layer.weight, float(hvd.rank() + 1))
@@ -260,6 +309,10 @@ def check_structures_that_differ(hvd: Any) -> None:
     raises(SynchronizationError, "only on rank 1", hvd.broadcast_parameters, layer, 0)
     groups = [{"params": [parameter(1.0)]} for _ in range(2 if hvd.rank() == 0 else 1)]
     optimizer = torch.optim.SGD(groups, lr=0.1)
+    seen = nn.LazyLinear(2)
+    if hvd.rank() == 0:  # only here has the model seen a batch
+        seen(torch.ones(1, 3))
+    raises(SynchronizationError, "lazy", hvd.broadcast_parameters, seen, 0)
     raises(SynchronizationError, "group 1", hvd.broadcast_optimizer_state, optimizer, 0)
 
 
@@ -273,6 +326,38 @@ def check_objects(hvd: Any) -> None:
     assert hvd.broadcast_object(hvd.rank(), root_rank=1, name="rank") == 1
     everything = hvd.allgather_object("x" * hvd.rank() if hvd.rank() else None)
     assert everything == [None, *["x" * rank for rank in range(1, hvd.size())]]
+    assert hvd.broadcast_object(None, root_rank=0) is None
+
+
+class Unsendable:
+    """What no rank can send to another."""
+
+    def __reduce__(self) -> Any:
+        raise ZeroDivisionError("cannot be pickled")
+
+
+def check_objects_that_cannot_be_sent(hvd: Any) -> None:
+    """No rank waits for one that has nothing to send."""
+    mine = Unsendable() if hvd.rank() == 0 else None
+    error = ZeroDivisionError if hvd.rank() == 0 else SynchronizationError
+    raises(error, "cannot", hvd.broadcast_object, mine, 0)
+    raises(error, "cannot", hvd.allgather_object, mine)
+    assert hvd.allgather_object(1) == [1] * hvd.size()
+
+
+def check_objects_larger_than_one_collective(hvd: Any) -> None:
+    usual = objects.CHUNK_BYTES
+    objects.CHUNK_BYTES = 1000
+    try:
+        mine = bytes([hvd.rank()]) * (700 * hvd.rank() + 1)
+        everything = hvd.allgather_object(mine)
+        assert everything == [bytes([rank]) * (700 * rank + 1) for rank in range(hvd.size())]
+        assert hvd.broadcast_object(mine, root_rank=1) == everything[1]
+        assert hvd.broadcast_object(b"x" * 1000 * hvd.size(), root_rank=0) == b"x" * (
+            1000 * hvd.size()
+        )
+    finally:
+        objects.CHUNK_BYTES = usual
 
 
 def check_object_in_a_process_set(hvd: Any) -> None:
