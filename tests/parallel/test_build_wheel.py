@@ -93,19 +93,20 @@ def test_a_copied_environment_uses_its_own_mpi(tmp_path: Path) -> None:
 
 
 @needs_own_mpi
-def test_another_release_line_of_the_same_library_name_stops_the_process(tmp_path: Path) -> None:
+def test_another_mpi_of_the_same_library_name_stops_the_process(tmp_path: Path) -> None:
+    # The same library under another name of its own; all else that Horovod needs stays in it.
     library = OWN_MPI.read_bytes()
-    found = re.search(rb"Open MPI v(5\.0\.\d+),", library)
-    assert found is not None
-    other = found.group(0).replace(b"v5.0.", b"v4.1.")
-    tmp_path.joinpath("libmpi.so.40").write_bytes(library.replace(found.group(0), other))
-    folders = f"{tmp_path}:{OWN_MPI.parent}"
-    done = python("import horovod.torch", LD_LIBRARY_PATH=folders)
+    assert b"Open MPI v" in library
+    other = library.replace(b"Open MPI v", b"Fake MPI v")
+    tmp_path.joinpath("libmpi.so.40").write_bytes(other)
+    for name in ("openmpi", "libopen-pal.so.80"):
+        tmp_path.joinpath(name).symlink_to(OWN_MPI.parent / name)
+    done = python("import horovod.torch", LD_LIBRARY_PATH=str(tmp_path))
     assert done.returncode == 1
     assert "WrongMPIError" in done.stderr
     assert f"loaded from {tmp_path}/libmpi.so.40" in done.stderr
-    assert "Open MPI v5.0." in done.stderr
-    assert "Open MPI v4.1." in done.stderr
+    assert "built with 'Open MPI v" in done.stderr
+    assert "Received: 'Fake MPI v" in done.stderr
     assert python("import horovod.torch").returncode == 0
 
 
