@@ -26,7 +26,7 @@ MNIST_OPTIONS = ("", "--fp16-allreduce", "--use-adasum")
 
 def run_digits(size: int, *options: str, environment: dict[str, str] | None = None) -> str:
     """Output of the digits example on `size` ranks; checks all that does not depend on options."""
-    job = run_ranks(size, [DIGITS, *options], environment=environment, timeout_s=120)
+    job = run_ranks(size, [DIGITS, *options], environment=environment)
     assert job.returncode == 0, job.report()
     for rank in range(1, size):
         assert job.rank_logs[rank] == "", f"rank {rank} printed something\n{job.report()}"
@@ -49,7 +49,7 @@ def run_plain(*options: str, blocked: str = "") -> subprocess.CompletedProcess[s
         )
         command = [sys.executable, "-c", source]
     return subprocess.run(
-        command, env=job_environment(), capture_output=True, text=True, timeout=120, check=False
+        command, env=job_environment(), capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -91,7 +91,7 @@ def test_digits_accumulate_and_compress() -> None:
 
 
 def test_digits_stop_where_the_training_diverges() -> None:
-    job = run_ranks(2, [DIGITS, "--lr", "1e6", "--epochs", "2"], timeout_s=120)
+    job = run_ranks(2, [DIGITS, "--lr", "1e6", "--epochs", "2"])
     assert job.returncode not in (0, None), job.report()
     assert job.rank_logs[0].count("error: the training diverged in epoch 1") == 1, job.report()
     assert "Traceback" not in job.report()
@@ -149,7 +149,7 @@ def run_mnist(import_line: str) -> list[tuple[float, float]]:
             f"    sys.argv = [{str(script)!r}, *options.split()]\n"
             "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
         )
-        job = run_ranks(2, ["-c", driver], timeout_s=120)
+        job = run_ranks(2, ["-c", driver])
     assert job.returncode == 0, job.report()
     found = LAST_EPOCH.findall(job.rank_logs[0])
     assert len(found) == len(MNIST_OPTIONS), job.report()
