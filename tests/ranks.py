@@ -60,9 +60,10 @@ def mpirun(size: int) -> list[str]:
 
 
 def job_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a job: one compute thread a rank, this checkout first on the path."""
+    """The environment of a job: one compute thread a rank, this checkout and its tools first."""
     environment = {
         **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -34,7 +34,12 @@ class Totals:
 
 
 def exchange_counts(
-    name: str, process_set: Any, samples: int, left: bool, launched_mask: int
+    name: str,
+    process_set: Any,
+    samples: int,
+    left: bool,
+    launched_mask: int,
+    device: torch.device,
 ) -> Totals:
     """Tells the other ranks about this rank's window, and adds up what they say.
 
@@ -44,16 +49,18 @@ def exchange_counts(
         samples: Samples that this rank's gradients stand for.
         left: Whether this rank holds gradients whose reduction it could not start.
         launched_mask: One bit for each reduction that it started.
+        device: Where the gradients are. A joined rank takes part with zeros on one device only.
     """
     mask = launched_mask.to_bytes(launched_mask.bit_length() // 8 + 1, "little")
     checksum = zlib.crc32(mask) & 0xFFFFF  # its square, added over all ranks, fits 64 bits
-    counts = torch.tensor([1, samples, int(left), checksum, checksum**2], dtype=torch.int64)
+    numbers = [1, samples, int(left), checksum, checksum**2]
+    counts = torch.tensor(numbers, dtype=torch.int64, device=device)
     handle = mpi_ops.allreduce_async_(counts, name=name, op=mpi_ops.Sum, process_set=process_set)
     return Totals(*mpi_ops.synchronize(handle).tolist())
 
 
 def agree_on_gradients(
-    name: str, process_set: Any, kinds: Sequence[tuple[int, int]]
+    name: str, process_set: Any, kinds: Sequence[tuple[int, int]], device: torch.device
 ) -> list[tuple[int, int]]:
     """Which gradients exist on some rank.
 
@@ -62,17 +69,18 @@ def agree_on_gradients(
         process_set: The ranks that take part.
         kinds: For each parameter, the number of sparse dimensions of this rank's gradient (0 if
             it is dense or missing), and 1 if it is to be reduced as a dense one, else 0.
+        device: Where the gradients are.
 
     Returns:
         The largest of each number over all ranks.
     """
-    flags = torch.tensor(kinds, dtype=torch.int32)
+    flags = torch.tensor(kinds, dtype=torch.int32, device=device)
     handle = mpi_ops.allreduce_async_(flags, name=name, op=mpi_ops.Max, process_set=process_set)
     return [(sparse, dense) for sparse, dense in mpi_ops.synchronize(handle).tolist()]
 
 
-def agree_on_largest(name: str, process_set: Any, value: int) -> int:
+def agree_on_largest(name: str, process_set: Any, value: int, device: torch.device) -> int:
     """The largest `value` of all ranks; it must not be negative."""
-    largest = torch.tensor([value], dtype=torch.int64)
+    largest = torch.tensor([value], dtype=torch.int64, device=device)
     handle = mpi_ops.allreduce_async_(largest, name=name, op=mpi_ops.Max, process_set=process_set)
     return int(mpi_ops.synchronize(handle).item())

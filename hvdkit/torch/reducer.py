@@ -317,7 +317,12 @@ class GradientReducer:
         )
         samples = self.counter.total if self.counter is not None else 0
         name = f"{self._prefix}hvdkit.counts"
-        return exchange_counts(name, self.process_set, samples, left, self._launched_mask)
+        mask = self._launched_mask
+        return exchange_counts(name, self.process_set, samples, left, mask, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self._slots)).device
 
     def _contributes(self, slot: Slot) -> bool:
         if self.counter is not None:
@@ -336,7 +341,8 @@ class GradientReducer:
         """Agrees with the other ranks on the gradients that not all of them have started."""
         slots = list(self._slots.values())
         kinds = [self._kind_of_gradient(slot) for slot in slots]
-        agreed = agree_on_gradients(f"{self._prefix}hvdkit.flags", self.process_set, kinds)
+        name = f"{self._prefix}hvdkit.flags"
+        agreed = agree_on_gradients(name, self.process_set, kinds, self._device)
         for slot, (sparse_dim, dense) in zip(slots, agreed, strict=True):
             if sparse_dim and dense and not self.options.sparse_as_dense:
                 raise SynchronizationError(
@@ -402,7 +408,8 @@ class GradientReducer:
         """Makes the size of a usual micro-batch the same number on all ranks, once."""
         if counter.reference is None:
             name = f"{self._prefix}hvdkit.reference"
-            counter.reference = max(1, agree_on_largest(name, self.process_set, counter.first))
+            largest = agree_on_largest(name, self.process_set, counter.first, self._device)
+            counter.reference = max(1, largest)
 
     def _correction(self, totals: Totals) -> float:
         """What the reduced gradients are multiplied by: 1 unless ranks joined or were uneven."""
