@@ -24,9 +24,9 @@ IMPORT_HVDKIT = "import hvdkit.torch as hvd"
 MNIST_OPTIONS = ("", "--fp16-allreduce", "--use-adasum")
 
 
-def run_digits(size: int, *options: str, environment: dict[str, str] | None = None) -> str:
+def run_digits(size: int, *options: str) -> str:
     """Output of the digits example on `size` ranks; checks all that does not depend on options."""
-    job = run_ranks(size, [DIGITS, *options], environment=environment)
+    job = run_ranks(size, [DIGITS, *options])
     assert job.returncode == 0, job.report()
     for rank in range(1, size):
         assert job.rank_logs[rank] == "", f"rank {rank} printed something\n{job.report()}"
