@@ -21,6 +21,8 @@ class Totals:
     samples: int
     left: int
     """Ranks that hold gradients whose reduction they could not start."""
+    discarding: int
+    """Ranks that clear their gradients without a step."""
     checksums: int
     squared_checksums: int
 
@@ -38,6 +40,7 @@ def exchange_counts(
     process_set: Any,
     samples: int,
     left: bool,
+    discarding: bool,
     launched_mask: int,
     device: torch.device,
 ) -> Totals:
@@ -48,12 +51,13 @@ def exchange_counts(
         process_set: The ranks that take part.
         samples: Samples that this rank's gradients stand for.
         left: Whether this rank holds gradients whose reduction it could not start.
+        discarding: Whether this rank clears its gradients without a step.
         launched_mask: One bit for each reduction that it started.
         device: Where the gradients are. A joined rank takes part with zeros on one device only.
     """
     mask = launched_mask.to_bytes(launched_mask.bit_length() // 8 + 1, "little")
     checksum = zlib.crc32(mask) & 0xFFFFF  # its square, added over all ranks, fits 64 bits
-    numbers = [1, samples, int(left), checksum, checksum**2]
+    numbers = [1, samples, int(left), int(discarding), checksum, checksum**2]
     counts = torch.tensor(numbers, dtype=torch.int64, device=device)
     handle = mpi_ops.allreduce_async_(counts, name=name, op=mpi_ops.Sum, process_set=process_set)
     return Totals(*mpi_ops.synchronize(handle).tolist())

@@ -7,6 +7,7 @@ averages), :mod:`~hvdkit.torch.ops_move` (gather, broadcast, exchange) and
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
@@ -154,8 +155,8 @@ def init(*args: Any, **kwargs: Any) -> None:
         kwargs: As for ``horovod.torch.init``: ``comm``, ``process_sets``.
 
     Raises:
-        LaunchError: A launcher started another number of ranks than this process sees. Horovod
-            would run as many jobs of one rank.
+        LaunchError: A launcher started another number of ranks than this process sees, where
+            Horovod would run as many jobs of one rank; or MPI has ended in this process.
 
     Example:
         >>> import hvdkit.torch as hvd
@@ -163,6 +164,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         >>> hvd.size()
         1
     """
+    _check_mpi_can_start()
     mpi_ops.init(*args, **kwargs)
     ops_handles.forget_all()
     # With `comm` the user says which of the ranks that were started make up the job.
@@ -180,8 +182,20 @@ def init(*args: Any, **kwargs: Any) -> None:
     world.set_current(world.World.from_horovod(mpi_ops))
 
 
+def _check_mpi_can_start() -> None:
+    """Says what MPI would say by ending the process."""
+    finalized = getattr(ctypes.CDLL(None), "MPI_Finalized", None)
+    ended = ctypes.c_int(0)
+    if finalized is not None and finalized(ctypes.byref(ended)) == 0 and ended.value:
+        raise LaunchError(
+            "MPI has ended in this process and cannot start again. Expected init() before "
+            "shutdown(). Fix: shut down once, at the end; or run on Gloo, which can start again: "
+            "horovodrun --gloo."
+        )
+
+
 def shutdown(*args: Any, **kwargs: Any) -> None:
-    """Leaves the job; ``init`` may join another."""
+    """Leaves the job. On Gloo ``init`` may join another; MPI starts once in a process."""
     mpi_ops.shutdown(*args, **kwargs)
     ops_handles.forget_all()
     world.set_current(None)

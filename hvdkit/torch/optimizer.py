@@ -70,10 +70,10 @@ class DistributedMethods:
             self._hvdkit.skip_synchronize = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients.
+        """Clears the gradients, also those that no step has used yet.
 
         Raises:
-            SynchronizationError: Gradients of a backward pass are under way and no step used them.
+            SynchronizationError: Other ranks step with gradients that this one clears.
         """
         if not self._hvdkit.before_zero_grad():
             return
@@ -185,13 +185,7 @@ class StepController:
         if self.held_steps:
             return False
         if self.reducer.pending:
-            if self.reducer.communicates:
-                raise SynchronizationError(
-                    "zero_grad() between backward() and step() would lose gradients that other "
-                    "ranks wait for. Fix: call step() or synchronize() first; to skip a batch, "
-                    "decide it on all ranks together."
-                )
-            self.reducer.forget()
+            self.reducer.discard()
         self.reducer.begin_window()
         return True
 

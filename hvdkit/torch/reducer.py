@@ -1,11 +1,12 @@
 """Reduces the gradients of one optimizer over all ranks while the backward pass still runs.
 
 Each gradient's reduction starts in the hook that autograd calls when the gradient is complete.
-At the end of a window the ranks exchange five numbers: how many of them take part, how many
-samples they computed, whether one of them has gradients that it could not start, and a checksum of
-what it did start. In the usual step that tells every rank that all is under way. Only where
-it is not (unused or late parameters, sparse gradients, partial windows) do they agree on what
-to reduce, parameter by parameter; a rank without a gradient then contributes zeros.
+At the end of a window the ranks exchange a few numbers: how many of them take part, how many
+samples they computed, whether one of them has gradients that it could not start or clears them
+without a step, and a checksum of what it did start. In the usual step that tells every rank that
+all is under way. Only where it is not (unused or late parameters, sparse gradients, partial
+windows) do they agree on what to reduce, parameter by parameter; a rank without a gradient then
+contributes zeros.
 """
 
 from __future__ import annotations
@@ -154,14 +155,21 @@ class GradientReducer:
         if not self.communicates:
             self._scale_gradients(self._local_factor())
         elif self.options.op != mpi_ops.Adasum:  # which adds steps, not gradients
-            if self.counter is not None:
-                self._agree_on_reference(self.counter)
-            totals = self._exchange_counts()
-            if totals.disagreement:
-                self._launch_what_is_left()
+            totals = self._complete_launches(discarding=False)
             self._finish_jobs(self._correction(totals))
         self._close_window()
         self.synchronized = True
+
+    def discard(self) -> None:
+        """Ends the window without a result, as the generator's step does to a discriminator.
+
+        Raises:
+            SynchronizationError: Another rank steps with these gradients; on all ranks.
+        """
+        if self.communicates and self.options.op != mpi_ops.Adasum:
+            self.rescan()
+            self._complete_launches(discarding=True)
+        self.forget()
 
     def begin_window(self) -> None:
         """The gradients were used or cleared: the next step needs new ones."""
@@ -309,7 +317,22 @@ class GradientReducer:
 
     # --- at the end of a window -----------------------------------------------------------
 
-    def _exchange_counts(self) -> Totals:
+    def _complete_launches(self, discarding: bool) -> Totals:
+        """Makes sure that all ranks have started the same reductions."""
+        if self.counter is not None:
+            self._agree_on_reference(self.counter)
+        totals = self._exchange_counts(discarding)
+        if totals.discarding not in (0, totals.active):
+            raise SynchronizationError(
+                f"{totals.discarding} of {totals.active} ranks cleared their gradients between "
+                "backward() and step(), and the others step. Expected one decision on all ranks. "
+                "Fix: to skip a batch, decide it together, for example from hvd.allreduce(loss)."
+            )
+        if totals.disagreement:
+            self._launch_what_is_left()
+        return totals
+
+    def _exchange_counts(self, discarding: bool) -> Totals:
         left = any(
             self._contributes(slot) and not self._bucket_of[slot.index].launched
             for slot in self._slots.values()
@@ -318,7 +341,9 @@ class GradientReducer:
         samples = self.counter.total if self.counter is not None else 0
         name = f"{self._prefix}hvdkit.counts"
         mask = self._launched_mask
-        return exchange_counts(name, self.process_set, samples, left, mask, self._device)
+        return exchange_counts(
+            name, self.process_set, samples, left, discarding, mask, self._device
+        )
 
     @property
     def _device(self) -> torch.device:

@@ -182,10 +182,34 @@ def check_zero_grad_forms(hvd: Any) -> None:
         pull(weight, float(hvd.rank()))
         optimizer.step()
     assert weight.item() == -3 * mean_rank(hvd)
+
+
+def check_gradients_that_no_step_uses(hvd: Any) -> None:
+    """A generator's loss leaves gradients in the discriminator, which clears them."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizers = [
+        hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+        for model in (generator, discriminator)
+    ]
+    for _ in range(3):
+        fake = generator(torch.randn(4, 2) + hvd.rank())
+        optimizers[1].zero_grad()
+        discriminator(fake.detach()).mean().backward()
+        optimizers[1].step()
+        optimizers[0].zero_grad()
+        (-discriminator(fake).mean()).backward()
+        optimizers[0].step()
+    assert equal_on_all_ranks(hvd, generator.weight)
+    assert equal_on_all_ranks(hvd, discriminator.weight)
+
+
+def check_gradients_cleared_on_one_rank_only(hvd: Any) -> None:
+    weight = parameter(0.0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
     pull(weight, 1.0)
-    raises(SynchronizationError, "between backward() and step()", optimizer.zero_grad)
-    optimizer.synchronize()
-    optimizer.zero_grad()
+    skip = optimizer.zero_grad if hvd.rank() == 0 else optimizer.step
+    raises(SynchronizationError, f"1 of {hvd.size()} ranks cleared", skip)
 
 
 def check_step_hooks_fire_once(hvd: Any) -> None:
