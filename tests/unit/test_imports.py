@@ -28,3 +28,11 @@ def test_core_and_command_line_load_no_framework(module: str) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_torch_adapter_loads_no_tensorflow() -> None:
+    code = "import sys, hvdkit.torch\nprint('tensorflow' in sys.modules, 'keras' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "False False"), done.stderr
