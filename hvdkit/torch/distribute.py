@@ -11,11 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from hvdkit.scaling import RULES, ScalingRecord, check_warmup
 from hvdkit.torch import schedule
+from hvdkit.torch.amp import GradScaler
 from hvdkit.torch.backend import mpi_ops
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.optimizer import make_distributed
 from hvdkit.torch.reduction import ReductionOptions
 from hvdkit.torch.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.subclass import named_like
 from hvdkit.torch.weighting import SampleCounter, watch_forward
 
 logger = logging.getLogger(__name__)
@@ -170,8 +172,6 @@ def _check_parts(model: Any, optimizer: Any, scheduler: Any, scaler: Any) -> Non
                 "Expected a scheduler over the same optimizer. Received: a scheduler over another "
                 f"{type(scheduler.optimizer).__name__}. Fix: build it with this optimizer."
             )
-    from hvdkit.torch.amp import GradScaler
-
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(
             "Expected a scaler that decides for all ranks together. Received: "
@@ -249,14 +249,7 @@ def _prepare_scheduler(scheduler: Any, controller: Any) -> None:
         if not holding:
             base.step(self, *args, **kwargs)
 
-    # A subclass, since what is set on the instance would enter its state_dict().
-    attributes = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "step": step,
-    }
-    scheduler.__class__ = type(base.__name__, (base,), attributes)
+    scheduler.__class__ = named_like(base, step=step)
 
 
 def _weighted_mean(value: float, weight: float) -> float:

@@ -16,6 +16,7 @@ from hvdkit.torch.backend import mpi_ops
 from hvdkit.torch.compression import Compression
 from hvdkit.torch.reducer import GradientReducer
 from hvdkit.torch.reduction import ReductionOptions
+from hvdkit.torch.subclass import named_like
 from hvdkit.torch.weighting import SampleCounter
 
 Closure = Callable[[], Any]
@@ -370,12 +371,8 @@ def make_distributed(
 
 @functools.cache
 def _distributed_class(base: type) -> type:
-    attributes = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-    }
-    return type(base.__name__, (DistributedMethods, base), attributes)
+    subclass: type = named_like(base, DistributedMethods)
+    return subclass
 
 
 def _rebuild(

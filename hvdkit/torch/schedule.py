@@ -32,6 +32,7 @@ from hvdkit.scaling import (
     warmup_multiplier,
     warmup_start,
 )
+from hvdkit.torch.subclass import named_like
 
 logger = logging.getLogger(__name__)
 
@@ -326,16 +327,5 @@ def synchronized_plateau(
         mean = average(float(metrics), float(weight))
         base.step(self, mean) if epoch is None else base.step(self, mean, epoch)
 
-    # A subclass, since what is set on the instance would enter its state_dict().
-    scheduler.__class__ = type(
-        base.__name__,
-        (base,),
-        {
-            "__module__": base.__module__,
-            "__qualname__": base.__qualname__,
-            "__doc__": base.__doc__,
-            "_hvdkit_average": staticmethod(average),
-            "step": step,
-        },
-    )
+    scheduler.__class__ = named_like(base, _hvdkit_average=staticmethod(average), step=step)
     return scheduler
