@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +22,12 @@ from hvdkit.torch.reduction import ReductionOptions
 from hvdkit.torch.subclass import named_like
 from hvdkit.torch.weighting import SampleCounter
 
+logger = logging.getLogger(__name__)
+
 Closure = Callable[[], Any]
+
+_controllers: weakref.WeakSet[StepController] = weakref.WeakSet()
+"""The living ones; asked at the end of the program for gradients that would be lost."""
 
 
 class DistributedMethods:
@@ -140,10 +148,16 @@ class DistributedMethods:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the optimizer's state; a window that had begun is dropped."""
-        self._hvdkit.reducer.forget()
+        self._hvdkit.drop_window()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # Loading replaces the list of groups.
         self._hvdkit.reducer.follow(self.param_groups)  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own; warns where accumulated gradients would not be in it."""
+        if self._hvdkit.held_steps:
+            warnings.warn(self._hvdkit.unused_passes(), stacklevel=2)
+        return super().state_dict()  # type: ignore[misc,no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         base = type(self).__mro__[2]
@@ -174,6 +188,20 @@ class StepController:
         """Steps that were really taken."""
         self.skip_synchronize = False
         self.max_grad_norm: float | None = None
+        _controllers.add(self)
+
+    def unused_passes(self) -> str:
+        """Says that a window has begun and no step has used it."""
+        passes = self.reducer.options.backward_passes_per_step
+        return (
+            f"{self.held_steps} of {passes} accumulated backward passes are in no step yet. "
+            "Fix: call optimizer.flush() after the last batch."
+        )
+
+    def drop_window(self) -> None:
+        """Forgets what was accumulated."""
+        self.held_steps = 0
+        self.reducer.forget()
 
     @property
     def will_hold(self) -> bool:
@@ -270,6 +298,15 @@ class StepController:
             with torch.no_grad():
                 parameter.copy_(start + delta)
         return result
+
+
+def _report_unused_passes() -> None:
+    for controller in _controllers:
+        if controller.held_steps:
+            logger.warning("%s", controller.unused_passes())
+
+
+atexit.register(_report_unused_passes)
 
 
 def DistributedOptimizer(
