@@ -49,6 +49,8 @@ def clip_grad_norm_(
         tensor(5.)
     """
     chosen = _synchronized(parameters)
+    if any(reducer.holds() for reducer in reducers_of(chosen)):
+        max_norm = float("inf")  # within a held window only the norm so far is known
     return torch.nn.utils.clip_grad_norm_(chosen, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
@@ -67,7 +69,9 @@ def clip_grad_value_(
         >>> weight.grad
         tensor([ 1., -1.])
     """
-    torch.nn.utils.clip_grad_value_(_synchronized(parameters), clip_value, foreach)
+    chosen = _synchronized(parameters)
+    if not any(reducer.holds() for reducer in reducers_of(chosen)):
+        torch.nn.utils.clip_grad_value_(chosen, clip_value, foreach)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -86,9 +90,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Waits for the reduced gradients, divides them by the scale, agrees on found_inf."""
-        if not self._enabled:
+        distributed = isinstance(optimizer, DistributedMethods)
+        if not self._enabled or (distributed and optimizer._hvdkit.will_hold):
             return
-        if isinstance(optimizer, DistributedMethods):
+        if distributed:
             optimizer.synchronize()
         super().unscale_(optimizer)
         self._agree_on_found_inf(optimizer)
@@ -96,6 +101,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Steps, unless a gradient is not finite on some rank; within a held window only holds."""
         holds = isinstance(optimizer, DistributedMethods) and optimizer._hvdkit.will_hold
+        if holds and self._enabled:
+            optimizer._hvdkit.scaled = True
         if not self._enabled or holds:
             return optimizer.step(*args, **kwargs)
         if self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
@@ -146,5 +153,6 @@ def _synchronized(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[tor
     """The parameters, once the gradients of their optimizers are the reduced ones."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     for reducer in reducers_of(chosen):
-        reducer.synchronize()
+        if not reducer.holds():
+            reducer.synchronize()
     return chosen

@@ -253,7 +253,7 @@ def _prepare_scheduler(scheduler: Any, controller: Any) -> None:
 
 
 def _weighted_mean(value: float, weight: float) -> float:
-    pair = torch.tensor([value * weight, weight], dtype=torch.float64)
+    pair = torch.tensor([value * weight if weight else 0.0, weight], dtype=torch.float64)
     handle = mpi_ops.allreduce_async_(pair, name="hvdkit.plateau", op=mpi_ops.Sum)
     total, weights = mpi_ops.synchronize(handle).tolist()
     return float(total / weights) if weights else math.nan

@@ -51,8 +51,12 @@ class DistributedMethods:
     step.hooked = True  # type: ignore[attr-defined]
 
     def synchronize(self) -> None:
-        """Waits until every gradient is the reduced one; ``step`` does not reduce again."""
-        self._hvdkit.reducer.synchronize()
+        """Waits until every gradient is the reduced one; ``step`` does not reduce again.
+
+        Does nothing within a held window, as ``step`` itself.
+        """
+        if not self._hvdkit.will_hold:
+            self._hvdkit.reducer.synchronize()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -82,12 +86,27 @@ class DistributedMethods:
         else:
             super().zero_grad(set_to_none=False)  # type: ignore[misc]
 
-    def flush(self) -> Any:
+    def flush(self, scaler: Any = None) -> Any:
         """Steps with the gradients accumulated so far, fewer than a whole window.
 
         Does nothing if there are none. All ranks must call it.
+
+        Args:
+            scaler: The loss scaler, where one is used; call its ``update()`` afterwards.
+
+        Raises:
+            ValueError: The gradients are scaled and no scaler was given.
         """
-        if self._hvdkit.held_steps:
+        controller = self._hvdkit
+        if controller.held_steps and scaler is not None:
+            controller.held_steps = self.backward_passes_per_step - 1
+            return scaler.step(self)
+        if controller.held_steps:
+            if controller.scaled:
+                raise ValueError(
+                    "The accumulated gradients are multiplied by a loss scale. Expected "
+                    "flush(scaler). Received: scaler=None."
+                )
             self._opt_called = True
             return self._hvdkit.step(super().step, None, flush=True)  # type: ignore[misc]
         return None

@@ -67,6 +67,8 @@ class GradientReducer:
         self.options = options
         self.counter = counter
         self.synchronized = False
+        self.holds: Callable[[], bool] = lambda: False
+        """Whether the window is still to be filled, so that nothing may be reduced yet."""
         self._param_groups = param_groups
         self._names = unique_names(named_parameters or [])
         self._slots: dict[torch.Tensor, Slot] = {}
@@ -263,6 +265,8 @@ class GradientReducer:
         if not self._active:
             self._active = True
             self._communicates = self.communicates and self.options.op != mpi_ops.Adasum
+        if self.counter is not None:
+            self.counter.accumulate()
         slot.passes += 1
         allowed = self.options.backward_passes_per_step
         if slot.passes > allowed:

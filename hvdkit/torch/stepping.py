@@ -38,6 +38,9 @@ class StepController:
         """Steps that were really taken."""
         self.skip_synchronize = False
         self.max_grad_norm: float | None = None
+        self.scaled = False
+        """Whether a loss scaler has stepped within the held window."""
+        reducer.holds = lambda: self.will_hold
         _controllers.add(self)
 
     def unused_passes(self) -> str:
@@ -51,6 +54,7 @@ class StepController:
     def drop_window(self) -> None:
         """Forgets what was accumulated."""
         self.held_steps = 0
+        self.scaled = False
         self.reducer.forget()
 
     @property
@@ -74,6 +78,7 @@ class StepController:
             self.held_steps += 1
             return closure() if closure is not None else None
         self.held_steps = 0
+        self.scaled = False
         if closure is not None:
             result = self._step_with_closure(step, closure)
         else:
@@ -107,7 +112,8 @@ class StepController:
         if not self.reducer.communicates or loss is None:
             return loss
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
-        pair = torch.tensor([value * samples, samples], dtype=torch.float64)
+        # A batch without samples has no mean loss: it is not a number, even times 0.
+        pair = torch.tensor([value * samples if samples else 0.0, samples], dtype=torch.float64)
         handle = mpi_ops.allreduce_async_(
             pair,
             name="hvdkit.closure.loss",

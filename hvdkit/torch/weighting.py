@@ -36,6 +36,7 @@ class SampleCounter:
         self._pending: int | None = None
         self._stated: int | None = None
         self._opened = False
+        self._noted = False
 
     def differentiate(self, samples: int) -> None:
         """A backward pass entered a forward pass that had seen `samples` samples."""
@@ -65,11 +66,16 @@ class SampleCounter:
                 "inputs. Fix: call that model, or call optimizer.set_samples(n) before each "
                 "backward()."
             )
-        self._opened = True
+        self._opened = self._noted = True
         self._current = samples
         self._pending = self._stated = None
-        self.total += samples
-        self.first = self.first or samples
+
+    def accumulate(self) -> None:
+        """A gradient was added to ``.grad``, which ``torch.autograd.grad`` does not do."""
+        if self._noted:
+            self._noted = False
+            self.total += self._current
+            self.first = self.first or self._current
 
     @property
     def micro_factor(self) -> float:
@@ -77,7 +83,7 @@ class SampleCounter:
 
         0 for a batch without samples, whose mean loss is not a number.
         """
-        return self._current / self.first if self.first else 0.0
+        return self._current / (self.first or self._current) if self._current else 0.0
 
     @property
     def rank_factor(self) -> float:
@@ -89,7 +95,7 @@ class SampleCounter:
         """Starts a new window."""
         self.total = self.first = self._current = 0
         self._pending = self._stated = None
-        self._opened = False
+        self._opened = self._noted = False
 
 
 def batch_size_of(inputs: Any, batch_dim: int) -> int | None:

@@ -447,3 +447,58 @@ def check_summary_is_said_once(hvd: Any) -> None:
             assert part in text, text
     else:
         assert text == ""
+
+
+def accumulating(hvd: Any, **keywords: Any) -> tuple[nn.Module, Any]:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    return hvd.distribute(
+        layer,
+        torch.optim.SGD(layer.parameters(), lr=1.0),
+        scale_lr="none",
+        summary=False,
+        **keywords,
+    )
+
+
+def check_gradients_taken_without_accumulating_count_nothing(hvd: Any) -> None:
+    model, optimizer = accumulating(hvd)
+    torch.autograd.grad(model(torch.ones(4, 1)).mean(), list(model.parameters()))
+    model(torch.ones(4, 1)).mean().backward()
+    optimizer.step()
+    assert abs(model.weight.item() + 1.0) < 1e-6
+
+
+def check_clipping_and_unscaling_in_every_micro_batch(hvd: Any) -> None:
+    for scaled in (False, True):
+        model, optimizer = accumulating(hvd, accumulate=2)
+        scaler = hvd.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        for value in (1.0, 3.0):
+            scaler.scale(model(torch.full((4, 1), value)).mean()).backward()
+            scaler.unscale_(optimizer)
+            hvd.clip_grad_norm_(model.parameters(), 1e3)
+            scaler.step(optimizer)
+            scaler.update()
+        assert abs(model.weight.item() + 2.0) < 1e-6, model.weight
+
+
+def check_flush_with_a_scaler(hvd: Any) -> None:
+    model, optimizer = accumulating(hvd, accumulate=2)
+    scaler = hvd.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(4, 1)).mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    raises(ValueError, "flush(scaler)", optimizer.flush)
+    optimizer.flush(scaler)
+    scaler.update()
+    assert abs(model.weight.item() + 1.0) < 1e-6
+
+
+def check_a_metric_without_samples_weighs_nothing(hvd: Any) -> None:
+    layer = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    _, _, plateau = hvd.distribute(layer, optimizer, plateau, summary=False)
+    empty = hvd.size() > 1 and hvd.rank() == 0
+    plateau.step(float("nan") if empty else 1.0, weight=0 if empty else 10)
+    assert plateau.best == 1.0
