@@ -131,19 +131,43 @@ def watch_forward(
         before: Called before each forward pass with gradients enabled.
     """
 
-    # A deep copy of the model has these very hooks and must not count for the original.
-    watched = weakref.ref(model)
+    watch = _Watch(model, counter, batch_dim, before)
+    model.register_forward_pre_hook(watch.before_forward)
+    model.register_forward_hook(watch.after_forward, with_kwargs=True)
+
+
+class _Watch:
+    """The hooks of one model. A copied or unpickled model's watch watches nothing."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        counter: SampleCounter | None = None,
+        batch_dim: int | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> None:
+        self._model = weakref.ref(model) if model is not None else lambda: None
+        self._counter = counter
+        self._batch_dim = batch_dim
+        self._before = before
+
+    def __reduce__(self) -> Any:
+        return _Watch, ()
 
     @torch.compiler.disable
-    def before_forward(module: torch.nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled() and module is watched():
-            before()
+    def before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and self._before is not None and module is self._model():
+            self._before()
 
     @torch.compiler.disable
-    def after_forward(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        samples = 1 if batch_dim is None else batch_size_of((*args, kwargs), batch_dim)
-        outputs = [tensor for tensor in _tensors_in(output) if tensor.requires_grad]
-        if samples is None or not outputs or module is not watched():
+    def after_forward(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        counter = self._counter
+        if counter is None or module is not self._model():
+            return
+        samples = 1 if self._batch_dim is None else batch_size_of((*args, kwargs), self._batch_dim)
+        # A parameter that the model returns as it is would keep the hook for ever.
+        outputs = [t for t in _tensors_in(output) if t.requires_grad and not t.is_leaf]
+        if samples is None or not outputs:
             return
         uncounted = [samples]
 
@@ -153,9 +177,6 @@ def watch_forward(
 
         for tensor in outputs:
             tensor.register_hook(on_gradient)
-
-    model.register_forward_pre_hook(before_forward)
-    model.register_forward_hook(after_forward, with_kwargs=True)
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -502,3 +502,15 @@ def check_a_metric_without_samples_weighs_nothing(hvd: Any) -> None:
     empty = hvd.size() > 1 and hvd.rank() == 0
     plateau.step(float("nan") if empty else 1.0, weight=0 if empty else 10)
     assert plateau.best == 1.0
+
+
+def check_a_saved_model(hvd: Any) -> None:
+    model, optimizer = accumulating(hvd)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    assert torch.equal(loaded(torch.ones(1, 1)), model(torch.ones(1, 1)))
+    model(torch.ones(4, 1)).mean().backward()
+    optimizer.step()
+    assert abs(model.weight.item() + 1.0) < 1e-6
