@@ -128,7 +128,7 @@ def training(report):
             scaler.update()
             scheduler.step()
             optimizer.zero_grad()
-        optimizer.flush()
+        optimizer.flush(scaler)
         report[f"trained {compression}"] = [plain(value) for value in model.state_dict().values()]
         report[f"rates {compression}"] = [hvd.effective_lrs(optimizer), scaler.get_scale()]
     layer = torch.nn.Linear(2, 1)
