@@ -17,6 +17,7 @@ from hvdkit.torch.compression import Compression
 from hvdkit.torch.optimizer import make_distributed
 from hvdkit.torch.reduction import ReductionOptions
 from hvdkit.torch.state import broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from hvdkit.torch.stepping import StepController
 from hvdkit.torch.subclass import named_like
 from hvdkit.torch.weighting import SampleCounter, watch_forward
 
@@ -235,21 +236,36 @@ def _broadcast_state(
                 part.load_state_dict(state)
 
 
-def _prepare_scheduler(scheduler: Any, controller: Any) -> None:
+def _prepare_scheduler(scheduler: Any, controller: StepController) -> None:
     """One plateau decision for all ranks; no schedule step for a held optimizer step."""
     if isinstance(scheduler, ReduceLROnPlateau):
         schedule.synchronized_plateau(scheduler, _weighted_mean)
-        return
-    base: Any = type(scheduler)
-    seen = [controller.steps]
+    else:
+        scheduler.__class__ = _holding_class(type(scheduler), controller.steps)
+
+
+def _holding_class(base: Any, steps: int) -> Any:
+    """A class of one scheduler that steps only after optimizer steps that were taken."""
+    seen = [steps]
 
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
+        controller = self.optimizer._hvdkit
         holding = controller.held_steps > 0 and controller.steps == seen[0]
         seen[0] = controller.steps
         if not holding:
             base.step(self, *args, **kwargs)
 
-    scheduler.__class__ = named_like(base, step=step)
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        return _rebuild_scheduler, (base,), self.__dict__
+
+    return named_like(base, step=step, __reduce_ex__=reduce_ex)
+
+
+def _rebuild_scheduler(base: Any) -> Any:
+    """Makes a copied or unpickled scheduler; its optimizer begins to count steps anew."""
+    scheduler = base.__new__(base)
+    scheduler.__class__ = _holding_class(base, 0)
+    return scheduler
 
 
 def _weighted_mean(value: float, weight: float) -> float:

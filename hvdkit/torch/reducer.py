@@ -273,7 +273,9 @@ class GradientReducer:
             raise SynchronizationError(
                 f"Parameter {slot.name!r} received {slot.passes} gradients before step(), expected "
                 f"at most backward_passes_per_step={allowed}. Fix: call optimizer.step() after "
-                f"{allowed} backward passes, or raise backward_passes_per_step."
+                f"{allowed} backward passes, or raise backward_passes_per_step. Where one backward "
+                "pass gave them, as with a parameter in two segments of "
+                "torch.utils.checkpoint: pass use_reentrant=False."
             )
         if slot.passes < allowed or not self._communicates:
             return

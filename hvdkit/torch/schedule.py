@@ -327,5 +327,14 @@ def synchronized_plateau(
         mean = average(float(metrics), float(weight))
         base.step(self, mean) if epoch is None else base.step(self, mean, epoch)
 
-    scheduler.__class__ = named_like(base, _hvdkit_average=staticmethod(average), step=step)
+    def reduce_ex(self: Any, protocol: Any) -> Any:
+        return _rebuild_plateau, (base, average), self.__dict__
+
+    scheduler.__class__ = named_like(
+        base, _hvdkit_average=staticmethod(average), step=step, __reduce_ex__=reduce_ex
+    )
     return scheduler
+
+
+def _rebuild_plateau(base: Any, average: Callable[[float, float], float]) -> Any:
+    return synchronized_plateau(base.__new__(base), average)

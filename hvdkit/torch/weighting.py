@@ -34,13 +34,40 @@ class SampleCounter:
         """Samples of the window's first micro-batch."""
         self._current = 0
         self._pending: int | None = None
+        self._task: int | None = None
+        """Id of the backward pass that last entered a forward pass."""
+        self._weighed: int | None = None
+        """What that pass weighs, once its first gradient has arrived; None where it was stated."""
+        self._arrived = False
         self._stated: int | None = None
         self._opened = False
         self._noted = False
 
-    def differentiate(self, samples: int) -> None:
-        """A backward pass entered a forward pass that had seen `samples` samples."""
-        self._pending = (self._pending or 0) + samples
+    def differentiate(self, samples: int, task: int) -> None:
+        """A backward pass entered a forward pass that had seen `samples` samples.
+
+        The forward passes of one backward pass are summed, as the parts of one batch. One that is
+        entered when the first gradients have already arrived has parameters of its own, as the
+        second head of a model: its samples are the same ones again.
+
+        Args:
+            samples: Length of the forward pass's batch.
+            task: Id of the backward pass.
+
+        Raises:
+            SynchronizationError: Such forward passes had batches of different sizes.
+        """
+        if task != self._task:
+            self._task, self._arrived, self._pending = task, False, None
+        if not self._arrived:
+            self._pending = (self._pending or 0) + samples
+        elif self._weighed not in (None, samples):
+            raise SynchronizationError(
+                "One backward pass went through forward passes with different parameters and "
+                f"different batch sizes. Received: {self._weighed} and {samples} samples. Fix: "
+                "call optimizer.set_samples(n) before backward(), or distribute(..., "
+                "weighting='ranks')."
+            )
 
     def state(self, samples: int) -> None:
         """The user says what the next backward pass weighs, for example in tokens."""
@@ -66,7 +93,8 @@ class SampleCounter:
                 "inputs. Fix: call that model, or call optimizer.set_samples(n) before each "
                 "backward()."
             )
-        self._opened = self._noted = True
+        self._opened = self._noted = self._arrived = True
+        self._weighed = samples if self._stated is None else None
         self._current = samples
         self._pending = self._stated = None
 
@@ -173,7 +201,7 @@ class _Watch:
 
         def on_gradient(gradient: torch.Tensor) -> None:
             if uncounted:
-                counter.differentiate(uncounted.pop())
+                counter.differentiate(uncounted.pop(), torch._C._current_graph_task_id())
 
         for tensor in outputs:
             tensor.register_hook(on_gradient)

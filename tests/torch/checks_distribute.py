@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -514,3 +515,181 @@ def check_a_saved_model(hvd: Any) -> None:
     model(torch.ones(4, 1)).mean().backward()
     optimizer.step()
     assert abs(model.weight.item() + 1.0) < 1e-6
+
+
+class TwoHeads(nn.Module):
+    """A trunk with two heads of which each forward pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(1, 1, bias=False)
+        self.heads = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
+        for weight in self.parameters():
+            nn.init.ones_(weight)
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.trunk(inputs))
+
+
+def check_two_forward_passes_in_one_loss(hvd: Any) -> None:
+    for accumulate in (1, 2):
+        model, optimizer = hvd.distribute(
+            (model := TwoHeads()),
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            accumulate=accumulate,
+            scale_lr="none",
+            summary=False,
+        )
+        for _ in range(accumulate):
+            inputs = torch.ones(4, 1)
+            (model(inputs, 0).mean() + 0.5 * model(inputs, 1).mean()).backward()
+            optimizer.step()
+        weights = [weight.item() for weight in model.parameters()]
+        assert weights == [1 - 1.5, 1 - 1.0, 1 - 0.5], weights
+
+
+def check_two_forward_passes_of_other_sizes(hvd: Any) -> None:
+    model = TwoHeads()
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+
+    def loss() -> torch.Tensor:
+        return model(torch.ones(4, 1), 0).mean() + model(torch.ones(2, 1), 1).mean()
+
+    raises(SynchronizationError, "Received: 2 and 4 samples", loss().backward)
+    optimizer._hvdkit.drop_window()
+    model.zero_grad()
+    optimizer.set_samples(4)
+    loss().backward()
+    optimizer.step()
+    assert [weight.item() for weight in model.parameters()] == [1 - 2.0, 0.0, 0.0]
+
+
+def check_a_batch_in_chunks(hvd: Any) -> None:
+    """Forward passes over parts of a batch count as the whole batch."""
+    model, optimizer = accumulating(hvd)
+    # Chunks of 4 and 2 samples on the last rank, 4 and 4 on the others: the mean over all samples.
+    sizes = (4, 2) if hvd.rank() == hvd.size() - 1 else (4, 4)
+    value = float(hvd.rank())
+    torch.cat([model(torch.full((size, 1), value)) for size in sizes]).mean().backward()
+    optimizer.step()
+    ranks, last = hvd.size(), hvd.size() - 1
+    mean = (8 * sum(range(last)) + 6 * last) / (8 * ranks - 2)
+    assert abs(model.weight.item() + mean) < 1e-6
+
+
+def check_a_pickled_scheduler(hvd: Any) -> None:
+    for make in (
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        torch.optim.lr_scheduler.ReduceLROnPlateau,
+    ):
+        layer = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        _, _, scheduler = hvd.distribute(
+            layer, optimizer, make(optimizer), accumulate=2, scale_lr="none", summary=False
+        )
+        for copied in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+            assert copied.state_dict() == scheduler.state_dict()
+            assert type(copied).__name__ == type(scheduler).__name__
+            assert copied.optimizer is not optimizer
+            if isinstance(copied, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                copied.step(float(hvd.rank()), weight=1)
+                assert copied.best == (hvd.size() - 1) / 2
+                continue
+            for _ in range(4):  # two steps, each held once
+                copied.optimizer.set_samples(1)
+                sum(p.sum() for p in copied.optimizer.param_groups[0]["params"]).backward()
+                copied.optimizer.step()
+                copied.step()
+            assert copied.last_epoch == scheduler.last_epoch + 2
+            assert scheduler.optimizer.param_groups[0]["lr"] == 1.0
+
+
+def check_a_closure_of_a_rank_without_samples(hvd: Any) -> None:
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    layer, optimizer = hvd.distribute(
+        layer, torch.optim.LBFGS(layer.parameters(), lr=0.5), scale_lr="none", summary=False
+    )
+    count = 0 if hvd.size() > 1 and hvd.rank() == 0 else 4
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (layer(torch.ones(count, 1)) ** 2).mean()  # not a number where count is 0
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert first.item() == 1.0
+    assert abs(layer.weight.item()) < 0.1
+    assert equal_on_all_ranks(hvd, layer.weight)
+
+
+def check_a_returned_parameter_keeps_no_hooks(hvd: Any) -> None:
+    class Returns(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return super().forward(inputs), self.weight
+
+    model = Returns(1, 1, bias=False)
+    model, optimizer = hvd.distribute(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+    )
+    before = len(model.weight._backward_hooks)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 1))[0].mean().backward()
+        optimizer.step()
+    assert len(model.weight._backward_hooks) == before
+
+
+def check_compiled_after_distribute(hvd: Any) -> None:
+    model = network()
+    data = samples(8 * hvd.size())
+    model, optimizer = hvd.distribute(
+        model, OPTIMIZERS["sgd"](model.parameters()), scale_lr="none", summary=False
+    )
+    compiled = torch.compile(model, backend="aot_eager")
+    mine = slice(hvd.rank() * 8, hvd.rank() * 8 + 8)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(compiled(data[0][mine]), data[1][mine]).backward()
+        optimizer.step()
+    everything = slice(0, 8 * hvd.size())
+    assert distance(model, train_alone(OPTIMIZERS["sgd"], [everything] * 3, data)) < 1e-9
+
+
+def check_recomputed_segments(hvd: Any) -> None:
+    """Checkpointed segments that share a parameter."""
+    from torch.utils.checkpoint import checkpoint
+
+    for reentrant in (False, True):
+        layer = nn.Linear(2, 2, bias=False).double()
+
+        class Twice(nn.Module):
+            def __init__(self, layer: nn.Linear, reentrant: bool) -> None:
+                super().__init__()
+                self.layer, self.reentrant = layer, reentrant
+
+            def forward(self, inputs: torch.Tensor) -> Any:
+                for _ in range(2):
+                    inputs = checkpoint(self.layer, inputs, use_reentrant=self.reentrant)
+                return inputs
+
+        model = Twice(layer, reentrant)
+        model, optimizer = hvd.distribute(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), scale_lr="none", summary=False
+        )
+        start = layer.weight.detach().clone()
+        inputs = torch.full((4, 2), 1.0 + hvd.rank(), dtype=torch.float64, requires_grad=True)
+        loss = model(inputs).mean()
+        if reentrant:
+            raises(SynchronizationError, "use_reentrant=False", loss.backward)
+            optimizer._hvdkit.drop_window()
+            continue
+        loss.backward()
+        optimizer.step()
+        expected = start.clone().requires_grad_()
+        mean_input = torch.full((4, 2), (1.0 + hvd.size()) / 2, dtype=torch.float64)
+        (mean_input @ expected.T @ expected.T).mean().backward()
+        assert torch.allclose(layer.weight, start - expected.grad)
