@@ -483,8 +483,17 @@ def check_clipping_and_unscaling_in_every_micro_batch(hvd: Any) -> None:
         assert abs(model.weight.item() + 2.0) < 1e-6, model.weight
 
 
-def check_flush_with_a_scaler(hvd: Any) -> None:
+def check_synchronize_within_a_held_window(hvd: Any) -> None:
     model, optimizer = accumulating(hvd, accumulate=2)
+    for value in (1.0, 3.0):
+        model(torch.full((4, 1), value + hvd.rank())).mean().backward()
+        optimizer.synchronize()
+        optimizer.step()
+    assert abs(model.weight.item() + 2.0 + (hvd.size() - 1) / 2) < 1e-6, model.weight
+
+
+def check_flush_with_a_scaler(hvd: Any) -> None:
+    model, optimizer = accumulating(hvd, accumulate=3)
     scaler = hvd.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.ones(4, 1)).mean()).backward()
     scaler.step(optimizer)
@@ -560,7 +569,7 @@ def check_two_forward_passes_of_other_sizes(hvd: Any) -> None:
     raises(SynchronizationError, "Received: 2 and 4 samples", loss().backward)
     optimizer._hvdkit.drop_window()
     model.zero_grad()
-    optimizer.set_samples(4)
+    optimizer.set_samples(3)  # neither of the two sizes
     loss().backward()
     optimizer.step()
     assert [weight.item() for weight in model.parameters()] == [1 - 2.0, 0.0, 0.0]
