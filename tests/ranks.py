@@ -51,6 +51,11 @@ class JobResult:
         return "\n".join(blocks)
 
 
+def horovodrun_gloo(size: int) -> list[str]:
+    """Arguments that start `size` ranks here which communicate over Gloo."""
+    return [str(Path(sys.executable).parent / "horovodrun"), "--gloo", "-np", str(size)]
+
+
 def mpirun(size: int) -> list[str]:
     """Arguments that start `size` ranks here, also where that is more than there are cores."""
     program = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -136,12 +141,13 @@ def run_ranks(
     timeout_s: float = GROUP_TIMEOUT_S,
     environment: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    launcher: Callable[[int], list[str]] = mpirun,
 ) -> JobResult:
     """Runs ``python *arguments`` on `size` ranks, each rank's output in a log of its own."""
     with tempfile.TemporaryDirectory() as folder:
         logged = [sys.executable, "-m", "tests.rank_log", folder, *arguments]
         return run_job(
-            [*mpirun(size), *logged],
+            [*launcher(size), *logged],
             timeout_s=timeout_s,
             environment=job_environment(environment),
             log_dir=Path(folder),
@@ -161,9 +167,12 @@ def check_names(module: str) -> list[str]:
 
 
 @functools.cache
-def _run_group(module: str, size: int, timeout_s: float) -> tuple[dict[str, str], JobResult]:
+def _run_group(
+    module: str, size: int, timeout_s: float, launcher: Callable[[int], list[str]]
+) -> tuple[dict[str, str], JobResult]:
     with tempfile.TemporaryDirectory() as folder:
-        job = run_ranks(size, ["-m", "tests.rank_main", module, folder], timeout_s=timeout_s)
+        arguments = ["-m", "tests.rank_main", module, folder]
+        job = run_ranks(size, arguments, timeout_s=timeout_s, launcher=launcher)
         outcomes: dict[str, str] = {}
         for path in sorted(Path(folder).glob("rank-*.json")):
             for name, outcome in json.loads(path.read_text()).items():
@@ -175,14 +184,17 @@ def _run_group(module: str, size: int, timeout_s: float) -> tuple[dict[str, str]
 
 
 def rank_tests(
-    module: str, sizes: Sequence[int], timeout_s: float = GROUP_TIMEOUT_S
+    module: str,
+    sizes: Sequence[int],
+    timeout_s: float = GROUP_TIMEOUT_S,
+    launcher: Callable[[int], list[str]] = mpirun,
 ) -> Callable[[int, str], None]:
     """A pytest function with one case for each check and group size."""
 
     @pytest.mark.parametrize("name", check_names(module))
     @pytest.mark.parametrize("size", sizes)
     def test_on_ranks(size: int, name: str) -> None:
-        outcomes, job = _run_group(module, size, timeout_s)
+        outcomes, job = _run_group(module, size, timeout_s, launcher)
         outcome = outcomes.get(name)
         if outcome is None and outcomes:
             pytest.fail(f"{name} on {size} ranks: not run, the group ended before", pytrace=False)

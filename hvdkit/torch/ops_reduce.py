@@ -18,7 +18,7 @@ import torch
 from hvdkit.torch import ops_handles
 from hvdkit.torch.backend import mpi_ops
 from hvdkit.torch.ops_handles import Steps
-from hvdkit.torch.ops_wire import Tensor, Wire, encode, op_name
+from hvdkit.torch.ops_wire import Tensor, Wire, check_op, encode, op_name
 
 _EMBED_LIMIT_BYTES = 64 * 1024
 """Up to here copying a tensor costs less than a second operation."""
@@ -80,6 +80,7 @@ def reduction(
     Returns:
         Steps whose result is the list of results.
     """
+    check_op(op)
     ranks = ranks_of(process_set)
     wires = [encode(t, op, prescale_factor, postscale_factor, ranks) for t in tensors]
     census = _Census(op, wires, process_set) if takes_census(op, process_set) else None

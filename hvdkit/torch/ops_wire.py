@@ -175,6 +175,15 @@ def from_bytes(moved: Tensor, dtype: torch.dtype) -> Tensor:
     return moved if moved.dtype == dtype else moved.view(dtype).squeeze(-1)
 
 
+def check_op(op: int) -> None:
+    """Raises ValueError for an operation that this job's transport does not have."""
+    if op == mpi_ops.Adasum and mpi_ops.size() > 1 and not mpi_ops.mpi_enabled():
+        raise ValueError(
+            "op=Adasum needs ranks that communicate over MPI. Received: a job over Gloo. Fix: "
+            "start it with horovodrun --mpi or mpirun, or pass op=Average."
+        )
+
+
 def op_name(op: int) -> str:
     """The name of an operation for a message."""
     names = ("Average", "Sum", "Adasum", "Min", "Max", "Product")

@@ -14,6 +14,7 @@ from hvdkit.errors import SynchronizationError
 from hvdkit.torch import schedule
 from hvdkit.torch.backend import mpi_ops
 from hvdkit.torch.compression import Compression
+from hvdkit.torch.ops_wire import check_op
 from hvdkit.torch.reducer import GradientReducer
 from hvdkit.torch.reduction import ReductionOptions
 from hvdkit.torch.stepping import Closure, StepController
@@ -236,6 +237,7 @@ def DistributedOptimizer(
     everyone = process_set is mpi_ops.global_process_set
     if op == mpi_ops.Adasum and not everyone:
         raise ValueError("op=Adasum works over all ranks only. Received: a process set.")
+    check_op(op)
     options = ReductionOptions(
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,

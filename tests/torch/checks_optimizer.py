@@ -630,6 +630,10 @@ def check_named_parameters_as_groups(hvd: Any) -> None:
 
 def check_adasum(hvd: Any) -> None:
     weight = parameter(1.0, 2.0)
+    if not hvd.mpi_enabled():
+        sgd = torch.optim.SGD([weight], lr=0.5)
+        raises(ValueError, "over MPI", lambda: hvd.DistributedOptimizer(sgd, op=hvd.Adasum))
+        return
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), op=hvd.Adasum)
     pull(weight, 1.0)  # the same gradient everywhere: its adaptive sum is itself
     optimizer.step()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from tests.ranks import rank_tests, run_job
+from tests.ranks import horovodrun_gloo, rank_tests, run_job
 
 test_distribute = rank_tests("tests.torch.checks_distribute", sizes=(1, 2, 4))
+test_distribute_over_gloo = rank_tests(
+    "tests.torch.checks_distribute", sizes=(2,), launcher=horovodrun_gloo
+)
 
 HALF_A_WINDOW = """
 import torch, hvdkit.torch as hvd

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from tests.ranks import rank_tests, run_job
+from tests.ranks import horovodrun_gloo, rank_tests, run_job
 
 test_collectives = rank_tests("tests.torch.checks_ops", sizes=(2, 4))
 test_join = rank_tests("tests.torch.checks_join", sizes=(2, 4))
+test_collectives_over_gloo = rank_tests(
+    "tests.torch.checks_ops", sizes=(2,), launcher=horovodrun_gloo
+)
+test_join_over_gloo = rank_tests("tests.torch.checks_join", sizes=(2,), launcher=horovodrun_gloo)
 
 
 def test_mpi_that_has_ended_is_said() -> None:
