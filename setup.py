@@ -33,7 +33,7 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["hvdkit", "hvdkit.*"]),
     package_data={"hvdkit": ["py.typed"]},
-    install_requires=["click>=8.1", "packaging>=22"],
+    install_requires=["click>=8.1", "numpy>=1.24", "packaging>=22"],
     extras_require={
         "torch": ["torch>=2.1"],
         "tensorflow": ["tensorflow-cpu>=2.16"],

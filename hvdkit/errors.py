@@ -28,3 +28,7 @@ class DeviceError(HvdkitError):
 
 class SynchronizationError(HvdkitError):
     """Ranks hold different structures, or a gradient was touched while it was being reduced."""
+
+
+class UnsupportedError(HvdkitError):
+    """hvdkit has no working code for this version or backend of a framework."""
