@@ -168,11 +168,21 @@ def check_names(module: str) -> list[str]:
 
 @functools.cache
 def _run_group(
-    module: str, size: int, timeout_s: float, launcher: Callable[[int], list[str]]
+    module: str,
+    size: int,
+    timeout_s: float,
+    launcher: Callable[[int], list[str]],
+    environment: tuple[tuple[str, str], ...],
 ) -> tuple[dict[str, str], JobResult]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["-m", "tests.rank_main", module, folder]
-        job = run_ranks(size, arguments, timeout_s=timeout_s, launcher=launcher)
+        job = run_ranks(
+            size,
+            arguments,
+            timeout_s=timeout_s,
+            launcher=launcher,
+            environment=dict(environment),
+        )
         outcomes: dict[str, str] = {}
         for path in sorted(Path(folder).glob("rank-*.json")):
             for name, outcome in json.loads(path.read_text()).items():
@@ -188,13 +198,15 @@ def rank_tests(
     sizes: Sequence[int],
     timeout_s: float = GROUP_TIMEOUT_S,
     launcher: Callable[[int], list[str]] = mpirun,
+    environment: Mapping[str, str] | None = None,
 ) -> Callable[[int, str], None]:
     """A pytest function with one case for each check and group size."""
+    variables = tuple(sorted((environment or {}).items()))
 
     @pytest.mark.parametrize("name", check_names(module))
     @pytest.mark.parametrize("size", sizes)
     def test_on_ranks(size: int, name: str) -> None:
-        outcomes, job = _run_group(module, size, timeout_s, launcher)
+        outcomes, job = _run_group(module, size, timeout_s, launcher, variables)
         outcome = outcomes.get(name)
         if outcome is None and outcomes:
             pytest.fail(f"{name} on {size} ranks: not run, the group ended before", pytrace=False)
