@@ -129,7 +129,7 @@ class ReductionController:
             self._counter = collectives.WindowCounter(self.settings.process_set)
         self._counter.begin(self._batch)
         self._batch = None
-        return [self._counter.weigh(gradient) for gradient in gradients]
+        return list(self._counter.weigh(gradients))
 
     def reduce(self, gradients: Sequence[Any], passes: int) -> list[Any]:
         """The reduced gradients of one optimizer step.
@@ -140,25 +140,24 @@ class ReductionController:
             passes: Backward passes of a window.
         """
         self.reductions += 1
-        shared = [i for i, v in enumerate(self._variables) if not self.is_local(v)]
-        reduced = list(gradients)
         own = self._counter.take() if self.counts_samples else None
         total = own
+        shared, local = (
+            [i for i, v in enumerate(self._variables) if self.is_local(v) == is_local]
+            for is_local in (False, True)
+        )
+        results = [gradients[index] for index in shared]
         if self.settings.communicates and shared:
+            variables = [self._variables[index] for index in shared]
             results, total = collectives.reduce_gradients(
-                [gradients[index] for index in shared],
-                [self._variables[index] for index in shared],
-                self.prefix,
-                self.settings,
-                own,
+                results, variables, self.prefix, self.settings, own
             )
-            for index, result in zip(shared, results, strict=True):
-                reduced[index] = result
-        factors = self._factors(passes, own, total)
-        return [
-            collectives.scale(gradient, factors[self.is_local(variable)])
-            for gradient, variable in zip(reduced, self._variables, strict=True)
-        ]
+        factor, local_factor = self._factors(passes, own, total)
+        reduced = dict(zip(shared, collectives.scale(results, factor), strict=True))
+        if local:
+            kept = collectives.scale([gradients[index] for index in local], local_factor)
+            reduced |= zip(local, kept, strict=True)
+        return [reduced[index] for index in range(len(gradients))]
 
     def _factors(self, passes: int, own: Any, total: Any) -> tuple[Any, Any]:
         """What reduced gradients are multiplied by, and what those of local variables are."""

@@ -78,12 +78,30 @@ def true_on_all(flag: Any, name: str, process_set: Any) -> tf.Tensor:
     return _sum(1.0 - wire, name, process_set) < 0.5
 
 
-def scale(gradient: Gradient, factor: Any) -> Gradient:
-    """A gradient times a number or a scalar tensor; 0 times anything is 0."""
-    if isinstance(factor, float) and factor == 1.0:
-        return gradient
+def scale(gradients: Sequence[Gradient], factor: Any) -> list[Gradient]:
+    """Gradients times a number or a scalar tensor; 0 times anything is 0.
+
+    A factor of 1, the usual one, costs no pass over memory.
+    """
+    if isinstance(factor, float):
+        return list(gradients) if factor == 1.0 else [_scaled(g, factor) for g in gradients]
+    scaled = tf.cond(
+        tf.equal(factor, 1.0),
+        lambda: [_identity(gradient) for gradient in gradients],
+        lambda: [_scaled(gradient, factor) for gradient in gradients],
+    )
+    return list(scaled)
+
+
+def _identity(gradient: Gradient) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
-        values = scale(gradient.values, factor)
+        return tf.IndexedSlices(gradient.values, gradient.indices, gradient.dense_shape)
+    return tf.identity(gradient)
+
+
+def _scaled(gradient: Gradient, factor: Any) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        values = _scaled(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     gradient = tf.convert_to_tensor(gradient)
     return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
@@ -136,9 +154,9 @@ class WindowCounter:
         self._reference.assign(tf.maximum(agreed, 1))
         return self._reference.read_value()
 
-    def weigh(self, gradient: Gradient) -> Gradient:
-        """The current micro-batch's gradient, as it is accumulated."""
-        return scale(gradient, self._factor)
+    def weigh(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The current micro-batch's gradients, as they are accumulated."""
+        return scale(gradients, self._factor)
 
     def take(self) -> tf.Tensor:
         """Ends the window; the samples of this rank in it."""

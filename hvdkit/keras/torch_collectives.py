@@ -126,9 +126,9 @@ def true_on_all(flag: Any, name: str, process_set: Any) -> bool:
     return bool(mpi_ops.synchronize(handle)[0])
 
 
-def scale(gradient: Gradient, factor: Any) -> Gradient:
-    """A gradient times a number."""
-    return gradient if isinstance(factor, float) and factor == 1.0 else gradient * factor
+def scale(gradients: Sequence[Gradient], factor: float) -> list[Gradient]:
+    """Gradients times a number."""
+    return list(gradients) if factor == 1.0 else [gradient * factor for gradient in gradients]
 
 
 def length_of(tensor: Any) -> int:
@@ -173,12 +173,12 @@ class WindowCounter:
                 agreed = agree_on_largest(name, self._process_set, samples, torch.device("cpu"))
             self._reference = max(1, agreed)
 
-    def weigh(self, gradient: Gradient) -> Gradient:
-        """The current micro-batch's gradient, as it is accumulated."""
+    def weigh(self, gradients: Sequence[Gradient]) -> list[Gradient]:
+        """The current micro-batch's gradients, as they are accumulated."""
         assert self._reference is not None
-        if not self._current:
-            return torch.zeros_like(gradient)
-        return scale(gradient, self._current / self._reference)
+        if not self._current:  # the mean loss of no sample is not a number
+            return [torch.zeros_like(gradient) for gradient in gradients]
+        return scale(gradients, self._current / self._reference)
 
     def take(self) -> int:
         """Ends the window; the samples of this rank in it."""

@@ -94,7 +94,7 @@ def _reduce(
     active: Any,
 ) -> list[tf.Tensor]:
     ranks = ranks_of(process_set)
-    wires = [encode(t, op, prescale_factor, postscale_factor, ranks) for t in tensors]
+    wires = [encode(t, op, prescale_factor, postscale_factor, ranks, True) for t in tensors]
     counting = active is None and takes_census(op, process_set)
     reduced: list[Any] = [None] * len(wires)
     for number, members in enumerate(_parts(wires)):
@@ -156,6 +156,8 @@ def _marker(wire: Wire) -> tf.Tensor:
 def _read_marker(reduced: tf.Tensor, wire: Wire, ranks: Any) -> tf.Tensor:
     """How many ranks are active; for Min, Max and Product 0 if not all are."""
     number = tf.cast(reduced[0], tf.float64)
+    if wire.op == mpi_ops.Average:
+        number *= tf.cast(ranks, tf.float64)
     if wire.op in _SPOILED_BY_ZEROS:
         complete = tf.not_equal(number, 0.0)
         return tf.where(complete, tf.cast(ranks, tf.int64), tf.zeros((), tf.int64))

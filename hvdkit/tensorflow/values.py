@@ -102,8 +102,21 @@ def live(tensor: tf.Tensor) -> tf.Tensor:
     elements = tensor.shape.num_elements()
     if elements is not None and elements * tensor.dtype.size > FOLDED_BYTES:
         return tensor
-    running = tf.greater(mpi_ops.size_op(), 0)
-    return tf.raw_ops.Select(condition=running, x=tensor, y=tensor)
+    return tf.raw_ops.Select(condition=_running(), x=tensor, y=tensor)
+
+
+def _running() -> tf.Tensor:
+    """True, unknown to graph optimizers; one operation in each graph.
+
+    TensorFlow runs stateful operations in the order of the program. One for each reduction, with
+    those of :func:`settled`, would make every reduction wait for the one before.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    known = getattr(graph, "_hvdkit_running", None)
+    if known is None:
+        with tf.control_dependencies(None):
+            known = graph._hvdkit_running = tf.greater(mpi_ops.size_op(), 0)
+    return known
 
 
 def settled(outputs: Any) -> Any:

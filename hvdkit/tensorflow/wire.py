@@ -40,7 +40,12 @@ class Wire:
 
 
 def encode(
-    tensor: tf.Tensor, op: int, prescale_factor: float, postscale_factor: float, ranks: Any
+    tensor: tf.Tensor,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    ranks: Any,
+    averaging: bool = False,
 ) -> Wire:
     """Chooses an exact way to reduce `tensor` with operations that Horovod has.
 
@@ -53,6 +58,7 @@ def encode(
         prescale_factor: Applied before the reduction.
         postscale_factor: Applied after it.
         ranks: How many ranks the process set has.
+        averaging: Whether Horovod's operation can divide by them, which saves a pass over memory.
 
     Raises:
         ValueError: The dtype has no such reduction.
@@ -60,7 +66,7 @@ def encode(
     dtype = tensor.dtype
     if dtype.is_complex and op in (mpi_ops.Sum, mpi_ops.Average):
         pairs = tf.stack((tf.math.real(tensor), tf.math.imag(tensor)), axis=-1)
-        wire = encode(pairs, op, prescale_factor, postscale_factor, ranks)
+        wire = encode(pairs, op, prescale_factor, postscale_factor, ranks, averaging)
         decode = wire.decode
 
         def decode_complex(reduced: tf.Tensor, active: Any) -> tf.Tensor:
@@ -75,7 +81,7 @@ def encode(
             return _encode_integer_average(tensor, prescale_factor * postscale_factor, ranks)
         return _encode_integer(tensor, op, prescale_factor, postscale_factor)
     if dtype.is_floating:
-        return _encode_float(tensor, op, prescale_factor, postscale_factor)
+        return _encode_float(tensor, op, prescale_factor, postscale_factor, ranks, averaging)
     raise ValueError(
         f"Cannot reduce this dtype with {op_name(op)}. Expected one of: {REDUCED_DTYPES}. "
         f"Received: dtype={dtype.name}. Fix: convert the tensor first, for example "
@@ -84,7 +90,12 @@ def encode(
 
 
 def _encode_float(
-    tensor: tf.Tensor, op: int, prescale_factor: float, postscale_factor: float
+    tensor: tf.Tensor,
+    op: int,
+    prescale_factor: float,
+    postscale_factor: float,
+    ranks: Any,
+    averaging: bool,
 ) -> Wire:
     dtype = tensor.dtype
     payload = tf.cast(tensor, dtype if dtype in _WIDE_FLOATS else tf.float32)
@@ -96,12 +107,26 @@ def _encode_float(
         payload, prescale_factor = _multiply(payload, prescale_factor), 1.0
 
     def decode(reduced: tf.Tensor, active: Any) -> tf.Tensor:
-        if op == mpi_ops.Average:
+        if op == mpi_ops.Average and averaging:
+            reduced = _average_of_active(reduced, ranks, active)
+        elif op == mpi_ops.Average:
             reduced = reduced / tf.cast(active, reduced.dtype)
         return tf.cast(_multiply(reduced, postscale_factor), dtype)
 
-    wire_op = mpi_ops.Sum if op == mpi_ops.Average else op
+    wire_op = mpi_ops.Sum if op == mpi_ops.Average and not averaging else op
     return Wire(payload, wire_op, prescale_factor, decode)
+
+
+def _average_of_active(average: tf.Tensor, ranks: Any, active: Any) -> tf.Tensor:
+    """The average over `active` ranks, from one that counts joined ranks as zeros."""
+    if active is ranks:
+        return average
+    count = tf.cast(active, tf.int64)
+    return tf.cond(
+        tf.equal(count, tf.cast(ranks, tf.int64)),
+        lambda: average,
+        lambda: average * (tf.cast(ranks, average.dtype) / tf.cast(count, average.dtype)),
+    )
 
 
 def _encode_integer(
