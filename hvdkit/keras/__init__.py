@@ -81,7 +81,7 @@ __all__ += _OF_THE_ADAPTER
 def __getattr__(name: str) -> Any:
     """What needs more packages than Keras and its backend, loaded when it is asked for."""
     if name == "elastic":
-        from hvdkit.optional import require
+        import importlib
 
-        return require("horovod.tensorflow.keras.elastic", feature="hvd.elastic", extra="horovod")
+        return importlib.import_module("hvdkit.keras.elastic")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

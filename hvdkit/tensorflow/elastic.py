@@ -7,13 +7,13 @@ TensorFlow 2; and states keep the very objects that the training goes on to chan
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.elastic import CopiedObjects, run_fn
 from hvdkit.optional import require
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.objects import broadcast_object
@@ -21,10 +21,7 @@ from hvdkit.tensorflow.ops import init, shutdown
 from hvdkit.tensorflow.state import broadcast_variables
 from hvdkit.tensorflow.values import raw_variable
 
-_common = require("horovod.common.elastic", feature="hvd.elastic", extra="horovod")
 _exceptions = require("horovod.common.exceptions", feature="hvd.elastic", extra="horovod")
-
-ObjectState: Any = _common.ObjectState
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +51,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 raise _exceptions.HorovodInternalError(error) from error
             raise
 
-    return _common.run_fn(wrapper, _reset)  # type: ignore[no-any-return]
+    return run_fn(wrapper, _reset)  # type: ignore[no-any-return]
 
 
 def _reset() -> None:
@@ -62,37 +59,7 @@ def _reset() -> None:
     init()
 
 
-class _CopiedObjects(ObjectState):  # type: ignore[misc]
-    """Objects of a state, apart from those that the training goes on to change."""
-
-    def __init__(self, **objects: Any) -> None:
-        super().__init__(
-            bcast_object=lambda obj: broadcast_object(obj, 0, name="elastic"),
-            get_rank=mpi_ops.rank,
-            **objects,
-        )
-        self._set_apart()
-
-    def save(self) -> None:
-        """Keeps what is now, for :meth:`restore`."""
-        super().save()
-        self._set_apart()
-
-    def restore(self) -> None:
-        """Goes back to what was kept."""
-        super().restore()
-        self._set_apart()
-
-    def sync(self) -> None:
-        """Takes over what rank 0 has."""
-        super().sync()
-        self._set_apart()
-
-    def _set_apart(self) -> None:
-        self._saved_state = copy.deepcopy(self._saved_state)
-
-
-class TensorFlowState(_CopiedObjects):
+class TensorFlowState(CopiedObjects):
     """State of a list of variables, and of objects.
 
     Args:
@@ -129,7 +96,9 @@ class TensorFlowState(_CopiedObjects):
                 f"variables={variables!r}. Fix: pass model.variables + optimizer.variables."
             )
         self._keep()
-        super().__init__(**kwargs)
+        super().__init__(
+            lambda obj: broadcast_object(obj, 0, name="elastic"), mpi_ops.rank, **kwargs
+        )
 
     def save(self) -> None:
         """Keeps values and objects, for :meth:`restore`."""

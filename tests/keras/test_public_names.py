@@ -7,6 +7,7 @@ import types
 
 import horovod.keras
 import horovod.tensorflow.keras
+import horovod.tensorflow.keras.elastic
 import pytest
 
 import hvdkit.keras as hvd
@@ -46,6 +47,11 @@ def test_name_and_signature(where: str, theirs: object, ours: object, name: str)
     elif inspect.isclass(original) and where.endswith("callbacks"):
         expected = describe(original.__init__)
         assert describe(replaced.__init__)[: len(expected)] == expected
+
+
+def test_elastic_has_horovods_names() -> None:
+    for name in horovod.tensorflow.keras.elastic.__all__:
+        assert hasattr(hvd.elastic, name), name
 
 
 def test_everything_listed_is_there() -> None:
