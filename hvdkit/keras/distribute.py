@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hvdkit.errors import UnsupportedError
+from hvdkit.errors import SynchronizationError, UnsupportedError
 from hvdkit.keras import metrics
 from hvdkit.keras.backend import BACKEND, adapter, collectives, keras
 from hvdkit.keras.callbacks.standard import standard
@@ -177,10 +177,19 @@ def evaluate(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _prepare_model(model: Any, controllers: list[ReductionController], root_rank: int) -> None:
     """Counts samples, broadcasts once the variables exist, and adds callbacks to ``fit``."""
+    for name in ("train_step", "fit", "make_train_function"):
+        vars(model).pop(name, None)  # of an earlier call, before the model was compiled again
     own_step, own_fit, own_make = model.train_step, model.fit, model.make_train_function
 
     @functools.wraps(own_step)
     def train_step(data: Any) -> Any:
+        if not controllers_of(model.optimizer):
+            raise SynchronizationError(
+                "The model was compiled again after hvd.distribute(), with an optimizer that "
+                "reduces nothing. Received: "
+                f"optimizer={type(model.optimizer).__name__}. Fix: call hvd.distribute(model, "
+                "...) again, after or instead of model.compile()."
+            )
         for controller in controllers:
             controller.begin_batch(_samples_of(data))
         return own_step(data)

@@ -86,8 +86,9 @@ def over_all_ranks(model: Any, logs: Mapping[str, Any] | None) -> dict[str, Any]
         # A rank without a single batch has no metrics to compute with.
         results = adapter.allgather_object(exact, name="hvdkit.metrics.results")
         exact = next(result for result in results if result)
-    averaged = _by_samples([(entry[1], entry[2]) for entry in present])
-    return {name: exact.get(name, value) for name, value in averaged.items()}
+    entries = [(entry[1], entry[2]) for entry in present]
+    names = dict.fromkeys(name for reported, _ in entries for name in reported)
+    return {name: exact[name] if name in exact else _by_samples(name, entries) for name in names}
 
 
 def _from_sums(
@@ -114,15 +115,16 @@ def _added(values: Sequence[np.ndarray], variable: Any) -> np.ndarray:
     return wide.sum(axis=0)
 
 
-def _by_samples(entries: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str, Any]:
-    averaged: dict[str, Any] = {}
-    for name in dict.fromkeys(name for logs, _ in entries for name in logs):
-        parts = [(logs[name], samples) for logs, samples in entries if name in logs and samples]
-        weight = sum(samples for _, samples in parts)
-        parts = parts or [(logs[name], 1.0) for logs, _ in entries if name in logs]
-        weight = weight or float(len(parts))
-        averaged[name] = sum(np.asarray(value) * samples for value, samples in parts) / weight
-    return {name: _number(value) for name, value in averaged.items()}
+def _by_samples(name: str, entries: Sequence[tuple[Mapping[str, Any], float]]) -> Any:
+    """The mean of one number over the samples of the ranks that report it."""
+    parts = [(logs[name], samples) for logs, samples in entries if name in logs]
+    if not any(samples for _, samples in parts):  # the model does not say how many there were
+        parts = [(value, 1.0) for value, _ in parts]
+    if isinstance(parts[0][0], dict):
+        return {key: _by_samples(key, parts) for key in parts[0][0]}
+    weight = sum(samples for _, samples in parts)
+    # A rank without samples may report a number that is none.
+    return _number(sum(np.asarray(value) * samples for value, samples in parts if samples) / weight)
 
 
 def _samples(model: Any) -> float:

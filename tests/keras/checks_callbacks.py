@@ -153,6 +153,61 @@ def check_other_numbers_are_averaged_by_samples(hvd: Any) -> None:
     assert history["only_here"][0] == 7.0
 
 
+class Extremes(keras.metrics.Metric):  # type: ignore[misc]
+    """A metric of two results, from sums."""
+
+    def __init__(self) -> None:
+        super().__init__(name="extremes")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.total.assign_add(keras.ops.sum(keras.ops.cast(y_pred, "float32")))
+        self.count.assign_add(keras.ops.cast(keras.ops.size(y_pred), "float32"))
+
+    def result(self) -> Any:
+        return {"mean_output": self.total / self.count, "outputs": self.count}
+
+
+def check_metrics_beyond_means(hvd: Any) -> None:
+    """What is no mean of ranks' results: areas, ratios of counts, metrics of several results."""
+
+    def metrics() -> list[Any]:
+        return [
+            keras.metrics.AUC(name="auc"),
+            keras.metrics.F1Score(threshold=0.5, name="f1"),
+            keras.metrics.RootMeanSquaredError(name="rmse"),
+            Extremes(),
+        ]
+
+    def binary() -> Any:
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, activation="sigmoid")])
+        model.set_weights([np.linspace(-1, 1, 6).reshape(6, 1), np.zeros(1)])
+        return model
+
+    count = 5 * hvd.size() + 3
+    inputs, classes = samples(count)
+    targets = (classes > 0).astype("float32")[:, np.newaxis]
+    reference = binary()
+    reference.compile("sgd", "binary_crossentropy", metrics=metrics())
+    expected = reference.evaluate(inputs, targets, verbose=0, return_dict=True)
+    model = binary()
+    model.compile(
+        hvd.DistributedOptimizer(keras.optimizers.SGD()), "binary_crossentropy", metrics=metrics()
+    )
+    last = hvd.rank() == hvd.size() - 1
+    mine = slice(5 * hvd.rank(), None if last else 5 * hvd.rank() + 5)
+    together = hvd.evaluate(model, inputs[mine], targets[mine], verbose=0, return_dict=True)
+    assert together.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.allclose(_flat(together[name]), _flat(value), atol=1e-5), (name, together, value)
+
+
+def _flat(value: Any) -> np.ndarray:
+    parts = value.values() if isinstance(value, dict) else [value]
+    return np.concatenate([np.ravel(keras.ops.convert_to_numpy(part)) for part in parts])
+
+
 def check_warmup(hvd: Any) -> None:
     steps, epochs, size = 3, 2, hvd.size()
     for initial_epoch in (0, 1):

@@ -352,6 +352,26 @@ def check_models_with_a_step_of_their_own(hvd: Any) -> None:
     assert distance(train(model, shares(hvd, data)), reference) < 1e-5
 
 
+def check_a_model_that_is_compiled_again(hvd: Any) -> None:
+    data = samples(EACH * hvd.size() * 4)
+    model = distributed(hvd, OPTIMIZERS["sgd"]())
+    model.compile("sgd", cross_entropy())
+    with pytest.raises(SynchronizationError, match="compiled again"):
+        train(model, shares(hvd, data))
+    model = distributed(hvd, OPTIMIZERS["sgd"]())
+    train(model, shares(hvd, data)[:2])
+    model.layers[0].trainable = False
+    model = hvd.distribute(
+        model, optimizer=OPTIMIZERS["adam"](), loss=cross_entropy(), scale_lr="none", summary=False
+    )
+    train(model, shares(hvd, data)[2:])
+    batches = big_batches(hvd, data)
+    reference = train_alone(OPTIMIZERS["sgd"](), batches[:2])
+    reference.layers[0].trainable = False
+    reference.compile(OPTIMIZERS["adam"](), cross_entropy())
+    assert distance(model, train(reference, batches[2:])) < 1e-5
+
+
 def check_a_loop_around_the_model_is_said(hvd: Any) -> None:
     model = distributed(hvd, keras.optimizers.SGD(0.1))
     gradients = [keras.ops.ones(weight.shape) for weight in model.trainable_weights]
