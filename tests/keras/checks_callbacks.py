@@ -199,6 +199,8 @@ def check_metrics_beyond_means(hvd: Any) -> None:
     mine = slice(5 * hvd.rank(), None if last else 5 * hvd.rank() + 5)
     together = hvd.evaluate(model, inputs[mine], targets[mine], verbose=0, return_dict=True)
     assert together.keys() == expected.keys()
+    extremes = model.metrics[1].metrics[-1]
+    assert float(extremes.count) == len(inputs[mine]), "the rank's own sums are left as they were"
     for name, value in expected.items():
         assert np.allclose(_flat(together[name]), _flat(value), atol=1e-5), (name, together, value)
 
