@@ -106,17 +106,20 @@ def live(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _running() -> tf.Tensor:
-    """True, unknown to graph optimizers; one operation in each graph.
+    """True, unknown to graph optimizers and another one each time.
 
-    TensorFlow runs stateful operations in the order of the program. One for each reduction, with
-    those of :func:`settled`, would make every reduction wait for the one before.
+    TensorFlow runs stateful operations in the order of the program: a size for each reduction,
+    with those of :func:`settled`, would make every reduction wait for the one before. So a graph
+    has one size, compared with a number that differs: operations with equal inputs are merged,
+    and a rank on which two tensors happen to be equal would send one of them only.
     """
     graph = tf.compat.v1.get_default_graph()
-    known = getattr(graph, "_hvdkit_running", None)
-    if known is None:
-        with tf.control_dependencies(None):
-            known = graph._hvdkit_running = tf.greater(mpi_ops.size_op(), 0)
-    return known
+    size, count = getattr(graph, "_hvdkit_size", (None, 0))
+    with tf.control_dependencies(None):
+        if size is None:
+            size = mpi_ops.size_op()
+        graph._hvdkit_size = size, count + 1
+        return tf.greater(size, -count)
 
 
 def settled(outputs: Any) -> Any:

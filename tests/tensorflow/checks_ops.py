@@ -229,3 +229,18 @@ def check_questions_are_answered(hvd):
     from hvdkit import world
 
     assert world.current().size == hvd.size()
+
+
+def check_constants_that_are_equal_on_some_ranks_only(hvd):
+    """TensorFlow merges equal operations, which must not happen to one rank alone."""
+
+    @tf.function
+    def both():
+        first = hvd.allreduce(tf.constant([1.0]), name="merged.first", op=hvd.Sum)
+        other = tf.constant([2.0 if hvd.rank() == 0 else 1.0])
+        return first, hvd.allreduce(other, name="merged.second", op=hvd.Sum)
+
+    for _ in range(2):
+        first, second = both()
+        same(first, [float(hvd.size())])
+        same(second, [hvd.size() + 1.0])
