@@ -5,6 +5,7 @@ Framework-free: adapters hand in what Horovod says.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -340,6 +341,25 @@ def _check_own_device(lists: Sequence[Sequence[str]], positions: Sequence[int], 
             f"Expected a device for each rank of this machine. Received: {listed}. Fix: start at "
             "most as many ranks a machine as it has devices, or allow sharing (slow, and NCCL "
             f"refuses it).{hint}"
+        )
+
+
+def check_mpi_can_start() -> None:
+    """Says what MPI, which starts once in a process, would say by ending the process.
+
+    Raises:
+        LaunchError: MPI has ended in this process.
+
+    Example:
+        >>> check_mpi_can_start()
+    """
+    finalized = getattr(ctypes.CDLL(None), "MPI_Finalized", None)
+    ended = ctypes.c_int(0)
+    if finalized is not None and finalized(ctypes.byref(ended)) == 0 and ended.value:
+        raise LaunchError(
+            "MPI has ended in this process and cannot start again. Expected init() before "
+            "shutdown(). Fix: shut down once, at the end; or run on Gloo, which can start again: "
+            "horovodrun --gloo."
         )
 
 

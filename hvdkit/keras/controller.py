@@ -93,11 +93,11 @@ class ReductionController:
 
     def register_local(self, variable: Any) -> None:
         """Leaves a variable out of reductions and broadcasts."""
-        self.local_variables[_identity(variable)] = variable
+        self.local_variables[identity(variable)] = variable
 
     def is_local(self, variable: Any) -> bool:
         """Whether a variable is left out."""
-        return _identity(variable) in self.local_variables
+        return identity(variable) in self.local_variables
 
     def begin_batch(self, samples: Any) -> None:
         """A training step begins with so many samples (a number, or a tensor of the graph)."""
@@ -171,6 +171,6 @@ class ReductionController:
         return correction, self._counter.correction(passes, 1, own) * share
 
 
-def _identity(variable: Any) -> int:
-    """One number for a Keras variable and the framework's variable inside it."""
+def identity(variable: Any) -> int:
+    """One number for a Keras variable and for the framework's variable inside it."""
     return id(variable.value if isinstance(variable, keras.Variable) else variable)

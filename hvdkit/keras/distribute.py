@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+from hvdkit import distribute_options as options
 from hvdkit.errors import SynchronizationError, UnsupportedError
 from hvdkit.keras import metrics
 from hvdkit.keras.backend import BACKEND, adapter, collectives, keras
@@ -18,17 +16,12 @@ from hvdkit.keras.data import SetEpoch, is_sharded
 from hvdkit.keras.optimizer import controllers_of, distribute_optimizer, parts_of, set_passes
 from hvdkit.keras.settings import ReductionSettings
 from hvdkit.keras.state import broadcast_model
-from hvdkit.scaling import RULES, ScalingRecord, check_warmup, warmup_start
-
-logger = logging.getLogger(__name__)
 
 COMPRESSIONS = {
     "none": adapter.Compression.none,
     "fp16": adapter.Compression.fp16,
     "bf16": adapter.Compression.bf16,
 }
-WEIGHTINGS = ("samples", "ranks")
-WARMUP_STARTS = ("base", "zero")
 
 
 def distribute(
@@ -99,13 +92,19 @@ def distribute(
         >>> history = model.fit(keras.ops.ones((8, 2)), keras.ops.ones((8, 1)), verbose=0)
     """
     adapter.size()  # says so where hvd.init() was forgotten
-    _check_choice("scale_lr", scale_lr, RULES)
-    _check_choice("warmup_start", warmup_start, WARMUP_STARTS)
-    _check_choice("weighting", weighting, WEIGHTINGS)
-    _check_whole("accumulate", accumulate, 1)
-    check_warmup(warmup_steps, 0.0)
-    settings = ReductionSettings(compression=_chosen_compression(compression))
-    record = _scaling_record(scale_lr, base_global_batch, batch_size, accumulate)
+    options.check_options(
+        scale_lr=scale_lr,
+        warmup_steps=warmup_steps,
+        warmup_start=warmup_start,
+        accumulate=accumulate,
+        weighting=weighting,
+        max_grad_norm=max_grad_norm,
+    )
+    chosen = options.chosen_compression(compression, COMPRESSIONS)
+    settings = ReductionSettings(compression=chosen)
+    record = options.scaling_record(
+        scale_lr, base_global_batch, batch_size, accumulate, adapter.size()
+    )
     _check_model(model, compile_arguments)
     if compile_arguments:
         model.compile(**{"jit_compile": False, **compile_arguments})
@@ -115,7 +114,7 @@ def distribute(
     _set_clipping(optimizer, max_grad_norm)
 
     controllers = distribute_optimizer(optimizer, settings, counts_samples=weighting == "samples")
-    start = _start_multiplier(record, warmup_start)
+    start = options.start_multiplier(record, warmup_start)
     for controller in controllers:
         controller.lr_factor = LearningRateFactor(record, warmup_steps, start)
         controller.counts_updates = accumulate > 1
@@ -123,9 +122,9 @@ def distribute(
     turn_off_xla(model)
     _prepare_model(model, controllers, root_rank)
     if summary and adapter.rank() == root_rank:
-        print(
-            _summary(optimizer, record, warmup_steps, settings, accumulate, weighting), flush=True
-        )
+        rates = [float(part.learning_rate) for part in parts_of(optimizer)]
+        done = (record, warmup_steps, chosen, accumulate, weighting, adapter.size())
+        print(options.summary_of(rates, *done), flush=True)
     return model
 
 
@@ -213,8 +212,10 @@ def _prepare_model(model: Any, controllers: list[ReductionController], root_rank
             callbacks = standard([*epochs, *own], root_rank)
         if adapter.rank() != root_rank and verbose == "auto":
             verbose = 0
-        with _metrics_of_this_rank_afterwards(model):
+        try:
             return own_fit(*args, callbacks=callbacks, verbose=verbose, **kwargs)
+        finally:
+            metrics.uninstall(model)  # an exception ends no callback
 
     object.__setattr__(model, "train_step", train_step)
     object.__setattr__(model, "fit", fit)
@@ -226,34 +227,10 @@ def _prepare_model(model: Any, controllers: list[ReductionController], root_rank
         object.__setattr__(model, "make_train_function", make_train_function)
 
 
-@contextmanager
-def _metrics_of_this_rank_afterwards(model: Any) -> Iterator[None]:
-    """Also where ``fit`` ends by an exception, which ends no callback."""
-    try:
-        yield
-    finally:
-        metrics.uninstall(model)
-
-
 def _samples_of(data: Any) -> Any:
     inputs, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     first = next(leaf for leaf in keras.tree.flatten(inputs) if leaf is not None)
     return collectives.length_of(first)
-
-
-def _check_choice(name: str, value: Any, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(
-            f"Expected {name} to be one of {', '.join(map(repr, legal))}. Received: "
-            f"{name}={value!r}."
-        )
-
-
-def _check_whole(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(
-            f"Expected {name} to be a whole number >= {minimum}. Received: {name}={value!r}."
-        )
 
 
 def _check_model(model: Any, compile_arguments: Any) -> None:
@@ -295,10 +272,6 @@ def _check_accumulation(optimizer: Any, accumulate: int) -> None:
 def _set_clipping(optimizer: Any, max_grad_norm: float | None) -> None:
     if max_grad_norm is None:
         return
-    if not (isinstance(max_grad_norm, (int, float)) and 0 < max_grad_norm < float("inf")):
-        raise ValueError(
-            f"Expected max_grad_norm to be finite and > 0, or None. Received: {max_grad_norm=}."
-        )
     if isinstance(optimizer, getattr(keras.optimizers, "MultiOptimizer", ())):
         raise ValueError(
             "A MultiOptimizer clips each of its parts by itself. Expected max_grad_norm=None. "
@@ -316,50 +289,3 @@ def _set_clipping(optimizer: Any, max_grad_norm: float | None) -> None:
             f"{max_grad_norm=}. Fix: use one of them; both act on reduced gradients."
         )
     part.global_clipnorm = max_grad_norm
-
-
-def _chosen_compression(compression: Any) -> Any:
-    if isinstance(compression, str):
-        _check_choice("compression", compression, tuple(COMPRESSIONS))
-        return COMPRESSIONS[compression]
-    return compression
-
-
-def _scaling_record(
-    rule: str, base_global_batch: int | None, batch_size: int | None, accumulate: int
-) -> ScalingRecord:
-    if (base_global_batch is None) != (batch_size is None):
-        raise ValueError(
-            "Expected base_global_batch and batch_size together, or neither. Received: "
-            f"{base_global_batch=}, {batch_size=}."
-        )
-    local = 1 if batch_size is None else batch_size
-    _check_whole("batch_size", local, 1)
-    base = 1 if base_global_batch is None else base_global_batch
-    return ScalingRecord(rule, base, local * accumulate * adapter.size())
-
-
-def _start_multiplier(record: ScalingRecord, start: str) -> float:
-    return warmup_start(record.factor) if start == "base" else 0.0
-
-
-def _summary(
-    optimizer: Any,
-    record: ScalingRecord,
-    warmup_steps: int,
-    settings: ReductionSettings,
-    accumulate: int,
-    weighting: str,
-) -> str:
-    rates = sorted({float(part.learning_rate) for part in parts_of(optimizer)})
-    steps = ", ".join(f"{rate:g} -> {rate * record.factor:g}" for rate in rates)
-    if record.base_global_batch == 1:
-        batch = f"{record.global_batch} x one rank's batch"
-    else:
-        batch = f"{record.global_batch} samples (rate chosen for {record.base_global_batch})"
-    warmup = f"{warmup_steps} steps" if warmup_steps else "none"
-    return (
-        f"hvdkit: {adapter.size()} ranks, global batch {batch}, accumulation {accumulate}\n"
-        f"hvdkit: learning rate {steps} ({record.rule}), warmup {warmup}\n"
-        f"hvdkit: compression {settings.compression.__name__}, gradients weighted by {weighting}"
-    )

@@ -18,6 +18,7 @@ from hvdkit.keras.controller import ReductionController
 from hvdkit.keras.loss_scale import teach_one_decision
 from hvdkit.keras.settings import ReductionSettings
 from hvdkit.keras.velocity import correct_velocity
+from hvdkit.keras.xla import compiling_model
 
 HOOKS = ("apply", "_backend_apply_gradients", "_clip_gradients", "_get_current_learning_rate")
 """What hvdkit overrides. A Keras without them would train without a reduction."""
@@ -289,8 +290,6 @@ def set_passes(optimizer: Any, passes: int) -> None:
 
 def check_not_compiled_by_xla(optimizer: Any) -> None:
     """Raises UnsupportedError where the step is being compiled by XLA."""
-    from hvdkit.keras.xla import compiling_model
-
     model = compiling_model(optimizer)
     if model is not None:
         raise UnsupportedError(

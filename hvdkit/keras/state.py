@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hvdkit.keras.backend import adapter, collectives, keras
+from hvdkit.keras.backend import adapter, collectives
+from hvdkit.keras.controller import identity
 from hvdkit.keras.optimizer import controllers_of
 
 
@@ -36,7 +37,7 @@ def broadcast_model(model: Any, root_rank: int = 0, local_variables: Iterable[An
             "an input yet. Fix: call model.build(input_shape), or use "
             "BroadcastGlobalVariablesCallback, which waits for fit() to build it."
         )
-    left_out = {_raw(variable) for variable in local_variables}
+    left_out = {identity(variable) for variable in local_variables}
     optimizer = getattr(model, "optimizer", None)
     metrics = getattr(model, "metrics_variables", [])
     built = optimizer is not None and optimizer.built
@@ -50,7 +51,7 @@ def broadcast_model(model: Any, root_rank: int = 0, local_variables: Iterable[An
         variables += optimizer.variables
     if len({count for _, count in told}) == 1:  # new ones are zeros, as at an epoch's beginning
         variables += metrics
-    shared = {_raw(v): v for v in variables if _raw(v) not in left_out}
+    shared = {identity(v): v for v in variables if identity(v) not in left_out}
     collectives.broadcast_variables(list(shared.values()), root_rank)
 
 
@@ -67,7 +68,3 @@ def broadcast_global_variables(root_rank: int) -> Any:
             "hvd.callbacks.BroadcastGlobalVariablesCallback."
         )
     return own(root_rank)
-
-
-def _raw(variable: Any) -> int:
-    return id(variable.value if isinstance(variable, keras.Variable) else variable)

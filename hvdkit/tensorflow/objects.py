@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hvdkit.errors import SynchronizationError
-from hvdkit.optional import require
+from hvdkit import pickled
+from hvdkit.pickled import CHUNK_BYTES, UNSENDABLE, cannot_be_sent
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.ops_move import allgather, broadcast, check_root
 from hvdkit.tensorflow.values import normalized
-
-CHUNK_BYTES = 2**30
-"""The most bytes of one collective: MPI counts in 32-bit integers."""
-
-_UNSENDABLE = -1
-"""Announced in place of a size by a rank whose object cannot be sent."""
 
 _global = mpi_ops.global_process_set
 
@@ -57,7 +51,7 @@ def broadcast_object(
     label = normalized(f"hvdkit.object.{name or 'unnamed'}")
     is_root = mpi_ops.rank() == root_rank
     data, problem = _to_bytes(obj) if is_root else (np.empty(0, np.uint8), None)
-    announced = np.array([_UNSENDABLE if problem else data.size], np.int64)
+    announced = np.array([UNSENDABLE if problem else data.size], np.int64)
 
     def send(values: np.ndarray, part: str) -> np.ndarray:
         return _evaluate(
@@ -67,8 +61,8 @@ def broadcast_object(
     size = int(send(announced, "size")[0])
     if problem is not None:
         raise problem
-    if size == _UNSENDABLE:
-        raise _cannot_be_sent([root_rank])
+    if size == UNSENDABLE:
+        raise cannot_be_sent([root_rank])
     if not is_root:
         data = np.zeros(size, np.uint8)
     parts = [
@@ -128,14 +122,14 @@ def allgather_object(
     def send(values: np.ndarray, part: str) -> np.ndarray:
         return _evaluate(lambda: allgather(values, f"{label}.{part}", False, process_set), session)
 
-    announced = np.array([_UNSENDABLE if problem else data.size], np.int64)
+    announced = np.array([UNSENDABLE if problem else data.size], np.int64)
     sizes = [int(size) for size in send(announced, "sizes")]
     if problem is not None:
         raise problem
-    if _UNSENDABLE in sizes:
+    if UNSENDABLE in sizes:
         ranks = process_set.ranks or range(len(sizes))
-        raise _cannot_be_sent(
-            [rank for rank, size in zip(ranks, sizes, strict=True) if size == _UNSENDABLE]
+        raise cannot_be_sent(
+            [rank for rank, size in zip(ranks, sizes, strict=True) if size == UNSENDABLE]
         )
     limit = CHUNK_BYTES // len(sizes)
     received: list[list[np.ndarray]] = [[] for _ in sizes]
@@ -162,25 +156,10 @@ def _evaluate(build: Callable[[], tf.Tensor], session: Any) -> np.ndarray:
     return running.run(build())
 
 
-def _cannot_be_sent(ranks: list[int]) -> SynchronizationError:
-    return SynchronizationError(
-        "Expected objects that cloudpickle can send. Received: one that it cannot, on rank "
-        f"{', '.join(map(str, ranks))}. Fix: see that rank's error for the object."
-    )
-
-
 def _to_bytes(obj: Any) -> tuple[np.ndarray, Exception | None]:
-    """The object as bytes, or what came of it, which the other ranks have to hear of first."""
-    try:
-        data = _cloudpickle().dumps(obj)
-    except Exception as problem:  # noqa: BLE001 - raised by the caller
-        return np.empty(0, np.uint8), problem
-    return np.frombuffer(data, np.uint8), None
+    data, problem = pickled.to_bytes(obj)
+    return np.frombuffer(data, np.uint8), problem
 
 
 def _from_bytes(data: np.ndarray) -> Any:
-    return _cloudpickle().loads(data.tobytes())
-
-
-def _cloudpickle() -> Any:
-    return require("cloudpickle", feature="sending objects between ranks", extra="build")
+    return pickled.from_bytes(data.tobytes())

@@ -6,14 +6,13 @@ averages) and :mod:`~hvdkit.tensorflow.ops_move` (gather, broadcast, exchange).
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any
 
 import tensorflow as tf
 
 from hvdkit import world
-from hvdkit.errors import HvdkitError, LaunchError
+from hvdkit.errors import HvdkitError
 from hvdkit.tensorflow import devices
 from hvdkit.tensorflow.backend import HOROVOD_INSTALLED, mpi_ops
 from hvdkit.tensorflow.ops_move import (
@@ -148,7 +147,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         >>> hvd.size()
         1
     """
-    _check_mpi_can_start()
+    world.check_mpi_can_start()
     mpi_ops.init(*args, **kwargs)
     try:
         # With `comm` the user says which of the ranks that were started make up the job.
@@ -165,18 +164,6 @@ def init(*args: Any, **kwargs: Any) -> None:
         mpi_ops.shutdown()
         raise
     world.set_current(place)
-
-
-def _check_mpi_can_start() -> None:
-    """Says what MPI would say by ending the process."""
-    finalized = getattr(ctypes.CDLL(None), "MPI_Finalized", None)
-    ended = ctypes.c_int(0)
-    if finalized is not None and finalized(ctypes.byref(ended)) == 0 and ended.value:
-        raise LaunchError(
-            "MPI has ended in this process and cannot start again. Expected init() before "
-            "shutdown(). Fix: shut down once, at the end; or run on Gloo, which can start again: "
-            "horovodrun --gloo."
-        )
 
 
 def shutdown() -> None:

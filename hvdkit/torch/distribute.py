@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hvdkit.scaling import RULES, ScalingRecord, check_warmup
+from hvdkit import distribute_options as options
 from hvdkit.torch import schedule
 from hvdkit.torch.amp import GradScaler
 from hvdkit.torch.backend import mpi_ops
@@ -21,11 +20,7 @@ from hvdkit.torch.stepping import StepController
 from hvdkit.torch.subclass import named_like
 from hvdkit.torch.weighting import SampleCounter, watch_forward
 
-logger = logging.getLogger(__name__)
-
 COMPRESSIONS = {"none": Compression.none, "fp16": Compression.fp16, "bf16": Compression.bf16}
-WEIGHTINGS = ("samples", "ranks")
-WARMUP_STARTS = ("base", "zero")
 
 
 def distribute(
@@ -102,57 +97,41 @@ def distribute(
         >>> model(torch.ones(4, 2)).mean().backward()
         >>> optimizer.step()
     """
-    _check_choice("scale_lr", scale_lr, RULES)
-    _check_choice("warmup_start", warmup_start, WARMUP_STARTS)
-    _check_choice("weighting", weighting, WEIGHTINGS)
-    _check_whole("accumulate", accumulate, 1)
-    _check_whole("batch_dim", batch_dim, 0)
-    check_warmup(warmup_steps, 0.0)
+    options.check_options(
+        scale_lr=scale_lr,
+        warmup_steps=warmup_steps,
+        warmup_start=warmup_start,
+        accumulate=accumulate,
+        weighting=weighting,
+        max_grad_norm=max_grad_norm,
+    )
+    options.check_whole("batch_dim", batch_dim, 0)
     _check_parts(model, optimizer, scheduler, scaler)
-    _check_norm(max_grad_norm)
-    chosen = _chosen_compression(compression)
-    record = _scaling_record(scale_lr, base_global_batch, batch_size, accumulate)
+    chosen = options.chosen_compression(compression, COMPRESSIONS)
+    record = options.scaling_record(
+        scale_lr, base_global_batch, batch_size, accumulate, mpi_ops.size()
+    )
 
     _broadcast_state(model, optimizer, scheduler, scaler, root_rank)
     counter = SampleCounter()
     named = _names_of(model, optimizer)
-    options = ReductionOptions(compression=chosen, backward_passes_per_step=accumulate)
-    make_distributed(optimizer, named, options, counter, holds_steps=True)
+    reduction = ReductionOptions(compression=chosen, backward_passes_per_step=accumulate)
+    make_distributed(optimizer, named, reduction, counter, holds_steps=True)
     controller = optimizer._hvdkit  # type: ignore[attr-defined]
     controller.max_grad_norm = max_grad_norm
     counted_dim = batch_dim if weighting == "samples" else None
     watch_forward(model, counter, counted_dim, controller.reducer.rescan)
     schedule.control_lr(
-        optimizer, record, warmup_steps, start_multiplier=None if warmup_start == "base" else 0.0
+        optimizer, record, warmup_steps, options.start_multiplier(record, warmup_start)
     )
     if scheduler is not None:
         _prepare_scheduler(scheduler, controller)
     if summary and mpi_ops.rank() == root_rank:
-        print(_summary(optimizer, record, warmup_steps, chosen, accumulate, weighting), flush=True)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        done = (record, warmup_steps, chosen, accumulate, weighting, mpi_ops.size())
+        print(options.summary_of(rates, *done), flush=True)
     given = [part for part in (scheduler, scaler) if part is not None]
     return (model, optimizer, *given)
-
-
-def _check_choice(name: str, value: Any, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise ValueError(
-            f"Expected {name} to be one of {', '.join(map(repr, legal))}. Received: "
-            f"{name}={value!r}."
-        )
-
-
-def _check_whole(name: str, value: Any, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(
-            f"Expected {name} to be a whole number >= {minimum}. Received: {name}={value!r}."
-        )
-
-
-def _check_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not (math.isfinite(max_grad_norm) and max_grad_norm > 0):
-        raise ValueError(
-            f"Expected max_grad_norm to be finite and > 0, or None. Received: {max_grad_norm=}."
-        )
 
 
 def _check_parts(model: Any, optimizer: Any, scheduler: Any, scaler: Any) -> None:
@@ -179,32 +158,6 @@ def _check_parts(model: Any, optimizer: Any, scheduler: Any, scaler: Any) -> Non
             f"{type(scaler).__module__}.{type(scaler).__name__}. Fix: use hvd.GradScaler, which "
             "takes the same arguments."
         )
-
-
-def _chosen_compression(compression: Any) -> Any:
-    if isinstance(compression, str):
-        _check_choice("compression", compression, tuple(COMPRESSIONS))
-        return COMPRESSIONS[compression]
-    if hasattr(compression, "compress") and hasattr(compression, "decompress"):
-        return compression
-    raise ValueError(
-        f"Expected compression to be one of {', '.join(map(repr, COMPRESSIONS))}, or a class with "
-        f"compress and decompress. Received: compression={compression!r}."
-    )
-
-
-def _scaling_record(
-    rule: str, base_global_batch: int | None, batch_size: int | None, accumulate: int
-) -> ScalingRecord:
-    if (base_global_batch is None) != (batch_size is None):
-        raise ValueError(
-            "Expected base_global_batch and batch_size together, or neither. Received: "
-            f"{base_global_batch=}, {batch_size=}."
-        )
-    local = 1 if batch_size is None else batch_size
-    _check_whole("batch_size", local, 1)
-    base = 1 if base_global_batch is None else base_global_batch
-    return ScalingRecord(rule, base, local * accumulate * mpi_ops.size())
 
 
 def _names_of(
@@ -273,25 +226,3 @@ def _weighted_mean(value: float, weight: float) -> float:
     handle = mpi_ops.allreduce_async_(pair, name="hvdkit.plateau", op=mpi_ops.Sum)
     total, weights = mpi_ops.synchronize(handle).tolist()
     return float(total / weights) if weights else math.nan
-
-
-def _summary(
-    optimizer: torch.optim.Optimizer,
-    record: ScalingRecord,
-    warmup_steps: int,
-    compression: Any,
-    accumulate: int,
-    weighting: str,
-) -> str:
-    rates = sorted({float(group["lr"]) for group in optimizer.param_groups})
-    steps = ", ".join(f"{rate:g} -> {rate * record.factor:g}" for rate in rates)
-    if record.base_global_batch == 1:
-        batch = f"{record.global_batch} x one rank's batch"
-    else:
-        batch = f"{record.global_batch} samples (rate chosen for {record.base_global_batch})"
-    warmup = f"{warmup_steps} steps" if warmup_steps else "none"
-    return (
-        f"hvdkit: {mpi_ops.size()} ranks, global batch {batch}, accumulation {accumulate}\n"
-        f"hvdkit: learning rate {steps} ({record.rule}), warmup {warmup}\n"
-        f"hvdkit: compression {compression.__name__}, gradients weighted by {weighting}"
-    )

@@ -6,15 +6,9 @@ from typing import Any
 
 import torch
 
-from hvdkit.errors import SynchronizationError
-from hvdkit.optional import require
+from hvdkit import pickled
+from hvdkit.pickled import CHUNK_BYTES, UNSENDABLE, cannot_be_sent
 from hvdkit.torch.backend import mpi_ops
-
-CHUNK_BYTES = 2**30
-"""The most bytes of one collective: MPI counts in 32-bit integers."""
-
-_UNSENDABLE = -1
-"""Announced in place of a size by a rank whose object cannot be sent."""
 
 
 def broadcast_object(
@@ -47,12 +41,12 @@ def broadcast_object(
     label = f"hvdkit.object.{name or 'unnamed'}"
     is_root = mpi_ops.rank() == root_rank
     data, problem = _to_bytes(obj) if is_root else (torch.empty(0, dtype=torch.uint8), None)
-    size = torch.tensor([_UNSENDABLE if problem else data.numel()], dtype=torch.int64)
+    size = torch.tensor([UNSENDABLE if problem else data.numel()], dtype=torch.int64)
     _wait(mpi_ops.broadcast_async_(size, root_rank, f"{label}.size", process_set))
     if problem is not None:
         raise problem
-    if size.item() == _UNSENDABLE:
-        raise _cannot_be_sent([root_rank])
+    if size.item() == UNSENDABLE:
+        raise cannot_be_sent([root_rank])
     if not is_root:
         data = torch.empty(int(size.item()), dtype=torch.uint8)
     for index, chunk in enumerate(data.split(CHUNK_BYTES)):
@@ -81,12 +75,12 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
         return [obj]
     label = f"hvdkit.objects.{name or 'unnamed'}"
     data, problem = _to_bytes(obj)
-    size = torch.tensor([_UNSENDABLE if problem else data.numel()], dtype=torch.int64)
+    size = torch.tensor([UNSENDABLE if problem else data.numel()], dtype=torch.int64)
     sizes = _wait(mpi_ops.allgather_async(size, f"{label}.sizes")).tolist()
     if problem is not None:
         raise problem
-    if _UNSENDABLE in sizes:
-        raise _cannot_be_sent([rank for rank, size in enumerate(sizes) if size == _UNSENDABLE])
+    if UNSENDABLE in sizes:
+        raise cannot_be_sent([rank for rank, size in enumerate(sizes) if size == UNSENDABLE])
     limit = CHUNK_BYTES // len(sizes)
     received: list[list[torch.Tensor]] = [[] for _ in sizes]
     for start in range(0, max(sizes), limit):
@@ -98,28 +92,15 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     return [_from_bytes(torch.cat(parts)) for parts in received]
 
 
-def _cannot_be_sent(ranks: list[int]) -> SynchronizationError:
-    return SynchronizationError(
-        "Expected objects that cloudpickle can send. Received: one that it cannot, on rank "
-        f"{', '.join(map(str, ranks))}. Fix: see that rank's error for the object."
-    )
-
-
 def _to_bytes(obj: Any) -> tuple[torch.Tensor, Exception | None]:
-    """The object as bytes, or what came of it, which the other ranks have to hear of first."""
-    try:
-        data = _cloudpickle().dumps(obj)
-    except Exception as problem:  # noqa: BLE001 - raised by the caller
+    data, problem = pickled.to_bytes(obj)
+    if problem is not None:
         return torch.empty(0, dtype=torch.uint8), problem
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8), None
+    return torch.frombuffer(data, dtype=torch.uint8), None
 
 
 def _from_bytes(data: torch.Tensor) -> Any:
-    return _cloudpickle().loads(data.numpy().tobytes())
-
-
-def _cloudpickle() -> Any:
-    return require("cloudpickle", feature="sending objects between ranks", extra="build")
+    return pickled.from_bytes(data.numpy().tobytes())
 
 
 def _wait(handle: int) -> Any:

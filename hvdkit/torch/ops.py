@@ -7,7 +7,6 @@ averages), :mod:`~hvdkit.torch.ops_move` (gather, broadcast, exchange) and
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any
 
@@ -164,7 +163,7 @@ def init(*args: Any, **kwargs: Any) -> None:
         >>> hvd.size()
         1
     """
-    _check_mpi_can_start()
+    world.check_mpi_can_start()
     mpi_ops.init(*args, **kwargs)
     ops_handles.forget_all()
     # With `comm` the user says which of the ranks that were started make up the job.
@@ -180,18 +179,6 @@ def init(*args: Any, **kwargs: Any) -> None:
             mpi_ops.shutdown()
             raise
     world.set_current(world.World.from_horovod(mpi_ops))
-
-
-def _check_mpi_can_start() -> None:
-    """Says what MPI would say by ending the process."""
-    finalized = getattr(ctypes.CDLL(None), "MPI_Finalized", None)
-    ended = ctypes.c_int(0)
-    if finalized is not None and finalized(ctypes.byref(ended)) == 0 and ended.value:
-        raise LaunchError(
-            "MPI has ended in this process and cannot start again. Expected init() before "
-            "shutdown(). Fix: shut down once, at the end; or run on Gloo, which can start again: "
-            "horovodrun --gloo."
-        )
 
 
 def shutdown(*args: Any, **kwargs: Any) -> None:
