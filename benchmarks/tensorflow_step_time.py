@@ -9,16 +9,13 @@ for each variant: its median step over that of ``horovod.tensorflow.DistributedG
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import platform
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -28,6 +25,7 @@ import horovod.tensorflow as horovod_tensorflow
 import keras
 import numpy as np
 import tensorflow as tf
+from turns import interval, parser_of
 
 import hvdkit.keras as hvdkit_keras
 import hvdkit.tensorflow as hvdkit_tensorflow
@@ -167,13 +165,6 @@ def measure(model_name: str, rounds: int, steps: int) -> np.ndarray:
     return np.asarray(slowest)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median, by resampling (Efron 1979)."""
-    source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
-
-
 def summarize(seconds: np.ndarray) -> dict[str, dict[str, Any]]:
     """Median step and its ratio to the baseline, for each variant."""
     per_round = np.median(seconds, axis=2)
@@ -197,23 +188,9 @@ def print_table(model_name: str, rows: dict[str, dict[str, Any]]) -> None:
         print(f"{line}   {low:.4f} - {high:.4f}", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Options of the command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    arguments = parser.parse_args()
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1. Received: {getattr(arguments, name)}.")
-    return arguments
-
-
 def main() -> None:
     """Measures every model and reports on rank 0."""
-    arguments = parse_arguments()
+    arguments = parser_of(__doc__, MODELS).parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvdkit_tensorflow.init()
     root = hvdkit_tensorflow.rank() == 0

@@ -10,22 +10,20 @@ variants of a round alike, so the median over rounds is steady where absolute ti
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import platform
-import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import horovod
 import horovod.torch as horovod_torch
 import torch
 from torch import nn
+from turns import interval, parser_of
 
 import hvdkit.torch as hvdkit_torch
 
@@ -208,13 +206,6 @@ def measure(model_name: str, compression: str, rounds: int, steps: int) -> torch
     return horovod_torch.allreduce(seconds, name=f"seconds.{model_name}", op=horovod_torch.Max)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median, by resampling (Efron 1979)."""
-    source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
-
-
 def summarize(seconds: torch.Tensor) -> dict[str, dict[str, Any]]:
     """Median step and the ratios to the loop written by hand, for each variant.
 
@@ -250,24 +241,11 @@ def print_table(model_name: str, rows: dict[str, dict[str, Any]]) -> None:
         print(line, flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Options of the command line, checked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--compression", choices=("none", "fp16", "bf16"), default="none")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each variant")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    arguments = parser.parse_args()
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be at least 1. Received: {getattr(arguments, name)}.")
-    return arguments
-
-
 def main() -> None:
     """Measures every model and reports on rank 0."""
-    arguments = parse_arguments()
+    parser = parser_of(__doc__, MODELS)
+    parser.add_argument("--compression", choices=("none", "fp16", "bf16"), default="none")
+    arguments = parser.parse_args()
     horovod_torch.init()
     torch.set_num_threads(1)
     root = horovod_torch.rank() == 0

@@ -12,56 +12,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.compressor import (
+    FP16_HEADROOM_EXPONENT,
+    SCALE_EXPONENTS,
+    Compressor,
+    NoneCompressor,
+)
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.values import live, ranks_of, settled
 from hvdkit.tensorflow.wire import op_name
-
-FP16_HEADROOM_EXPONENT = 15
-"""Sums stay below 2**15 = 32768; the largest finite fp16 is 65504, so rounding cannot reach inf."""
-
-_SCALE_EXPONENTS = (-126, 100)
-"""Keeps the scale a normal float32 number, and its inverse finite."""
-
-
-class Compressor:
-    """Interface of a user's own compression, as in ``horovod.tensorflow``.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> from hvdkit.tensorflow.compression import Compressor
-        >>> class Halve(Compressor):
-        ...     @staticmethod
-        ...     def compress(tensor):
-        ...         return tensor / 2, None
-        ...     @staticmethod
-        ...     def decompress(tensor, ctx):
-        ...         return tensor * 2
-        >>> wire, context = Halve.compress(tf.ones(2))
-        >>> Halve.decompress(wire, context).numpy().tolist()
-        [1.0, 1.0]
-    """
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        """Returns what goes over the wire, and what `decompress` needs besides it."""
-        raise NotImplementedError("a Compressor defines compress(tensor)")
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Returns the tensor in its former dtype."""
-        raise NotImplementedError("a Compressor defines decompress(tensor, ctx)")
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are. 16-bit gradients are summed in float32."""
-
-    @staticmethod
-    def compress(tensor: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        return tensor
 
 
 def _cast(tensor: tf.Tensor, dtype: tf.DType) -> tuple[tf.Tensor, tf.DType]:
@@ -229,7 +188,7 @@ def fp16_scales(bounds: tf.Tensor) -> tf.Tensor:
         [0.25]
     """
     exponents = FP16_HEADROOM_EXPONENT - _exponent(bounds)
-    scales = _power_of_two(tf.clip_by_value(exponents, *_SCALE_EXPONENTS))
+    scales = _power_of_two(tf.clip_by_value(exponents, *SCALE_EXPONENTS))
     return tf.where(tf.math.is_finite(bounds), scales, tf.ones_like(scales))
 
 

@@ -13,55 +13,16 @@ from typing import Any
 
 import torch
 
+from hvdkit.compressor import (
+    FP16_HEADROOM_EXPONENT,
+    SCALE_EXPONENTS,
+    Compressor,
+    NoneCompressor,
+)
 from hvdkit.torch.backend import mpi_ops
 
 Reduction = Generator[int, Any, list[torch.Tensor]]
 """Yields a handle to wait for, is sent that operation's output, returns the reduced tensors."""
-
-FP16_HEADROOM_EXPONENT = 15
-"""Sums stay below 2**15 = 32768; the largest finite fp16 is 65504, so rounding cannot reach inf."""
-
-_SCALE_EXPONENTS = (-126, 100)
-"""Keeps the scale a normal float32 number, and its inverse finite."""
-
-
-class Compressor:
-    """Interface of a user's own compression, as in ``horovod.torch``.
-
-    Example:
-        >>> class Halve(Compressor):
-        ...     @staticmethod
-        ...     def compress(tensor):
-        ...         return tensor / 2, None
-        ...     @staticmethod
-        ...     def decompress(tensor, ctx):
-        ...         return tensor * 2
-        >>> wire, context = Halve.compress(torch.ones(2))
-        >>> Halve.decompress(wire, context)
-        tensor([1., 1.])
-    """
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what goes over the wire, and what `decompress` needs besides it."""
-        raise NotImplementedError("a Compressor defines compress(tensor)")
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the tensor in its former dtype."""
-        raise NotImplementedError("a Compressor defines decompress(tensor, ctx)")
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are. 16-bit gradients are summed in float32."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype]:
@@ -223,7 +184,7 @@ def fp16_scales(magnitudes: torch.Tensor, ranks: int) -> torch.Tensor:
         tensor([0.2500])
     """
     exponents = torch.frexp(magnitudes.double() * ranks).exponent
-    exponents = (FP16_HEADROOM_EXPONENT - exponents).clamp(*_SCALE_EXPONENTS)
+    exponents = (FP16_HEADROOM_EXPONENT - exponents).clamp(*SCALE_EXPONENTS)
     scales = torch.ldexp(torch.ones_like(magnitudes, dtype=torch.float32), exponents)
     return torch.where(torch.isfinite(magnitudes), scales, 1.0)
 

@@ -11,7 +11,7 @@ import horovod.tensorflow.keras.elastic
 import pytest
 
 import hvdkit.keras as hvd
-from tests.torch.test_public_names import describe
+from tests.signatures import describe
 
 NOT_API = {"is_version_greater_equal_than"}
 BY_OTHER_SIGNATURE = {

@@ -3,57 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import horovod.torch.mpi_ops
 import pytest
 
 from hvdkit.torch import local_ops
-from tests.ranks import ROOT, job_environment
-
-HIDE_HOROVOD = """
-from importlib.machinery import PathFinder
-find_spec = PathFinder.find_spec
-PathFinder.find_spec = classmethod(
-    lambda cls, name, path=None, target=None: (
-        None if name.partition(".")[0] == "horovod" else find_spec(name, path, target)
-    )
-)
-"""
-
-
-def run_alone(
-    arguments: list[str], folder: Path, **environment: str
-) -> subprocess.CompletedProcess:
-    """Runs Python in one process, which finds no Horovod."""
-    (folder / "sitecustomize.py").write_text(HIDE_HOROVOD)
-    variables = job_environment({"PYTHONPATH": f"{folder}:{ROOT}", **environment})
-    return subprocess.run(
-        [sys.executable, *arguments], env=variables, capture_output=True, text=True, timeout=120
-    )
+from tests.one_rank_job import assert_same_report, run_alone
 
 
 def test_results_are_those_of_one_horovod_rank(tmp_path: Path) -> None:
-    module = ["-m", "tests.torch.one_rank_report"]
-    with_horovod = subprocess.run(
-        [sys.executable, *module],
-        env=job_environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    without = run_alone(module, tmp_path)
-    assert without.returncode == 0, without.stderr
-    installed, theirs = json.loads(with_horovod.stdout.splitlines()[-1])
-    hidden, ours = json.loads(without.stdout.splitlines()[-1])
-    assert (installed, hidden) == (True, False)
-    differing = {key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours.get(key)}
-    assert differing == {}
-    assert ours.keys() == theirs.keys()
+    assert_same_report("tests.torch.one_rank_report", tmp_path)
 
 
 def test_stand_in_refuses_to_be_one_of_several(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import pytest
 
 import hvdkit.torch as hvd
+from tests.signatures import describe
 
 NAMES = sorted(
     name
@@ -22,21 +23,6 @@ def test_name_and_signature(name: str) -> None:
     theirs, ours = getattr(horovod, name), getattr(hvd, name)
     if inspect.isfunction(theirs):
         assert describe(ours) == describe(theirs)
-
-
-def describe(function: object) -> list[tuple[str, object, object]]:
-    """Names, kinds and plain defaults of the parameters."""
-    return [
-        (
-            parameter.name,
-            parameter.kind,
-            parameter.default
-            if isinstance(parameter.default, (int, float, str, type(None)))
-            or parameter.default is inspect.Parameter.empty
-            else "an object",
-        )
-        for parameter in inspect.signature(function).parameters.values()  # type: ignore[arg-type]
-    ]
 
 
 def test_everything_listed_is_there() -> None:

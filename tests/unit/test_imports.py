@@ -14,7 +14,7 @@ HEAVY = ("torch", "tensorflow", "keras", "horovod", "numpy", "jax", "mpi4py")
     "module",
     ["hvdkit", "hvdkit.errors", "hvdkit.envvars", "hvdkit.optional", "hvdkit.world",
      "hvdkit.scaling", "hvdkit.distribute_options", "hvdkit.one_rank", "hvdkit.pickled",
-     "hvdkit.cli"],
+     "hvdkit.compressor", "hvdkit.cli"],
 )  # fmt: skip
 def test_core_and_command_line_load_no_framework(module: str) -> None:
     code = (

@@ -1,0 +1,52 @@
+"""What the adapters' compressions have in common; the reductions themselves are each adapter's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+FP16_HEADROOM_EXPONENT = 15
+"""Sums stay below 2**15 = 32768; the largest finite fp16 is 65504, so rounding cannot reach inf."""
+
+SCALE_EXPONENTS = (-126, 100)
+"""Keeps the scale a normal float32 number, and its inverse finite."""
+
+
+class Compressor:
+    """Interface of a user's own compression, as in Horovod.
+
+    Example:
+        >>> class Halve(Compressor):
+        ...     @staticmethod
+        ...     def compress(tensor):
+        ...         return tensor / 2, None
+        ...     @staticmethod
+        ...     def decompress(tensor, ctx):
+        ...         return tensor * 2
+        >>> wire, context = Halve.compress(3.0)
+        >>> Halve.decompress(wire, context)
+        3.0
+    """
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Returns what goes over the wire, and what `decompress` needs besides it."""
+        raise NotImplementedError("a Compressor defines compress(tensor)")
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Returns the tensor in its former dtype."""
+        raise NotImplementedError("a Compressor defines decompress(tensor, ctx)")
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are. 16-bit gradients are summed in float32."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The tensor itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The tensor itself."""
+        return tensor
