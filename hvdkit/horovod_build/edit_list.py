@@ -18,6 +18,10 @@ _GPU_GUARD = (
     "a CPU build against a CUDA build of torch would become a CUDA build wherever nvcc is found"
 )
 _LIBCUDA = "the driver brings libcuda.so.1; libcuda.so is there with a toolkit's stubs only"
+_GROUP = (
+    "a grouped operation reported the status of its last tensor only: where another tensor's "
+    "shapes differed between ranks, the result was memory that nothing had written"
+)
 
 _BUILD = (
     Edit(
@@ -181,4 +185,57 @@ _LAUNCHER = (
     ),
 )
 
-EDITS: tuple[Edit, ...] = (*_BUILD, *_CUDA, *_HEADERS, *_LAUNCHER)
+_GROUPS = (
+    Edit(
+        "horovod/tensorflow/mpi_ops.cc",
+        "(*callback_count)++;\n",
+        "(*callback_count)++;\n        context->SetStatus(ConvertStatus(status));\n",
+        _GROUP,
+        times=3,
+    ),
+    Edit(
+        "horovod/torch/mpi_ops_v2.cc",
+        "(*callback_count)++;\n",
+        "(*callback_count)++;\n"
+        "        if (!status.ok()) {\n"
+        "          handle_manager.MarkFailed(handle, status);\n"
+        "        }\n",
+        _GROUP,
+        times=6,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "  void MarkDone(int handle, const Status& status);\n",
+        "  void MarkDone(int handle, const Status& status);\n"
+        "  void MarkFailed(int handle, const Status& status);\n",
+        _GROUP,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.h",
+        "results_;\n",
+        "results_;\n  std::unordered_map<int, Status> failures_;\n",
+        _GROUP,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        "  results_[handle] = std::make_shared<Status>(status);\n}\n",
+        "  auto failure = failures_.find(handle);\n"
+        "  bool failed = failure != failures_.end();\n"
+        "  results_[handle] = std::make_shared<Status>(failed ? failure->second : status);\n"
+        "  failures_.erase(handle);\n"
+        "}\n\n"
+        "void HandleManager::MarkFailed(int handle, const Status& status) {\n"
+        "  std::lock_guard<std::mutex> guard(mutex_);\n"
+        "  failures_.emplace(handle, status);\n"
+        "}\n",
+        _GROUP,
+    ),
+    Edit(
+        "horovod/torch/handle_manager.cc",
+        "  results_.clear();\n",
+        "  results_.clear();\n  failures_.clear();\n",
+        _GROUP,
+    ),
+)
+
+EDITS: tuple[Edit, ...] = (*_BUILD, *_CUDA, *_HEADERS, *_LAUNCHER, *_GROUPS)

@@ -1,6 +1,6 @@
 """Edits of Horovod's source as data, and the one function that applies them.
 
-An edit names a file, the text it expects there exactly once, and the text to put in its place.
+An edit names a file, the text it expects there, how often, and the text to put in its place.
 An edit that does not find its place is an error: a build never goes on with half of its mends.
 """
 
@@ -21,11 +21,12 @@ class Edit:
 
     Args:
         file: Path inside the unpacked source.
-        find: Text that occurs there exactly once.
+        find: Text that occurs there.
         put: Text that takes its place. ``@NAME@`` stands for a value of the build.
         why: The fault this mends, in a sentence.
         versions: Version ranges in which the edit is needed, by name (``python``, ``torch``,
             ``tensorflow``). A name that the build does not contain leaves the edit out.
+        times: How often the text occurs; all are replaced.
 
     Example:
         >>> edit = Edit("setup.py", "old", "new", "an example", {"python": ">=3.12"})
@@ -38,6 +39,7 @@ class Edit:
     put: str
     why: str
     versions: Mapping[str, str] = field(default_factory=dict)
+    times: int = 1
 
     def is_needed(self, versions: Mapping[str, str]) -> bool:
         """Whether a build with these versions needs this edit.
@@ -81,7 +83,7 @@ def apply_edits(root: Path, edits: Iterable[Edit], values: Mapping[str, str]) ->
         values: What ``@NAME@`` stands for in the texts to put.
 
     Raises:
-        BuildError: A file is missing, or the text to find is not there exactly once.
+        BuildError: A file is missing, or the text to find is not there as often as it should be.
 
     Example:
         >>> import tempfile
@@ -98,7 +100,7 @@ def apply_edits(root: Path, edits: Iterable[Edit], values: Mapping[str, str]) ->
         except FileNotFoundError as error:
             raise BuildError(_misplaced(edit, "the file is not in this source")) from error
         count = text.count(edit.find)
-        if count != 1:
+        if count != edit.times:
             raise BuildError(_misplaced(edit, f"its text occurs {count} times"))
         put = edit.put
         for name, value in values.items():
@@ -107,8 +109,9 @@ def apply_edits(root: Path, edits: Iterable[Edit], values: Mapping[str, str]) ->
 
 
 def _misplaced(edit: Edit, problem: str) -> str:
+    often = "exactly once" if edit.times == 1 else f"{edit.times} times"
     return (
-        f"An edit of Horovod's source does not find its place: expected its text exactly once in "
+        f"An edit of Horovod's source does not find its place: expected its text {often} in "
         f"{edit.file}, but {problem}. The edit is there because: {edit.why}. "
         f"Received: find={edit.find!r}. Build from the pinned release, or adapt the edit in "
         f"hvdkit/horovod_build/edit_list.py."

@@ -136,11 +136,18 @@ class BF16Compressor(Compressor):
         count = tf.size(flat)
         share = (count + ranks - 1) // ranks
         padded = tf.pad(flat, [[0, share * ranks - count]])
-        # Horovod moves 16-bit integers; the bits are those of the bfloat16 numbers.
-        received = mpi_ops.alltoall(
-            live(tf.bitcast(padded, tf.int16)), name=f"{name}_bf16_scatter", **keywords
+        # Horovod moves 16-bit integers; the bits are those of the bfloat16 numbers. It does not see
+        # the tensors' shapes, so each share has a header that tells them.
+        header = tf.bitcast(_shapes_digest(tensors), tf.int16)
+        shares = tf.reshape(tf.bitcast(padded, tf.int16), [ranks, share])
+        sent = tf.concat([tf.tile(header[tf.newaxis], [ranks, 1]), shares], 1)
+        received = settled(
+            mpi_ops.alltoall(live(tf.reshape(sent, [-1])), name=f"{name}_bf16_scatter", **keywords)
         )
-        addends = tf.reshape(tf.bitcast(settled(received), tf.bfloat16), [ranks, share])
+        with tf.control_dependencies([_assert_same_size(received, sent)]):
+            rows = tf.reshape(received, tf.shape(sent))
+        with tf.control_dependencies([_assert_same_shapes(rows[:, :_HEADER], header)]):
+            addends = tf.bitcast(rows[:, _HEADER:], tf.bfloat16)
         total = tf.reduce_sum(tf.cast(addends, tf.float32), 0)
         if op == mpi_ops.Average:
             total /= tf.cast(ranks, tf.float32)
@@ -218,6 +225,27 @@ def _power_above(tensor: tf.Tensor) -> tf.Tensor:
 
 def _wide(tensor: tf.Tensor) -> tf.Tensor:
     return tensor if tensor.dtype in (tf.float32, tf.float64) else tf.cast(tensor, tf.float32)
+
+
+_HEADER = 4
+"""Elements of int16 that hold a digest of 64 bits."""
+
+_SHAPES = "Expected tensors of the same shapes on all ranks, in the same order."
+
+
+def _shapes_digest(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """A 64-bit number of the tensors' shapes, which are known only as the step runs."""
+    sizes = [tf.concat([[tf.rank(tensor)], tf.shape(tensor)], 0) for tensor in tensors]
+    text = tf.strings.reduce_join(tf.strings.as_string(tf.concat(sizes, 0)), separator=",")
+    return tf.strings.to_hash_bucket_fast(text, 2**62)
+
+
+def _assert_same_size(received: tf.Tensor, sent: tf.Tensor) -> Any:
+    return tf.debugging.assert_equal(tf.size(received), tf.size(sent), _SHAPES)
+
+
+def _assert_same_shapes(headers: tf.Tensor, header: tf.Tensor) -> Any:
+    return tf.debugging.Assert(tf.reduce_all(tf.equal(headers, header)), [_SHAPES])
 
 
 def _check_op(name: str, op: int) -> None:

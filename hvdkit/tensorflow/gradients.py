@@ -29,9 +29,23 @@ _FIX = (
     "Fix: compute the same loss from the same sources on every rank; for sources that only some "
     "ranks use, pass unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient()."
 )
-_OTHER_NAMES = "sources whose names or order differ between ranks"
+_OTHER_NAMES = (
+    "sources whose names or order differ between ranks, or another op, compression, groups or "
+    "gradient_predivide_factor"
+)
+_AGREEMENT = "same_gradients"
 _SHOWN_NAMES = 8
 _ABSENT, _DENSE, _SPARSE = range(3)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is reduced: names of all gradients, positions that go together, and the options."""
+
+    names: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...]
+    options: tuple[Any, ...]
+    use_generic_names: bool
 
 
 @dataclass(frozen=True)
@@ -103,31 +117,20 @@ class GradientReduction:
             for i, source in enumerate(sources)
         )
         groups = self._groups_of(grads, sources)
+        plan = _Plan(names, groups, self._options(sources), use_generic_names)
         if not tf.executing_eagerly():
-            return self._reduce(grads, names, groups, use_generic_names)
+            return self._reduce(grads, plan)
         # Within a function operations run side by side, and have the names they were given.
         # Tapes are made anew in every step, so functions are kept by what they depend on.
         key = (
             *(self.name, self.device_dense, self.device_sparse, self.compression, self.op),
             *(self.gradient_predivide_factor, tuple(self.process_set.ranks or ())),
-            *(
-                self.process_set.process_set_id,
-                names,
-                groups,
-                use_generic_names,
-                tuple(map(_kind, grads)),
-                mpi_ops.size(),
-            ),
+            *(self.process_set.process_set_id, plan, tuple(map(_kind, grads)), mpi_ops.size()),
         )
         function = _functions.get(key)
         if function is None:
             # What is kept must not keep the variables of a model that is no longer in use.
-            call = functools.partial(
-                replace(self, groups=None)._reduce,
-                names=names,
-                groups=groups,
-                use_generic_names=use_generic_names,
-            )
+            call = functools.partial(replace(self, groups=None)._reduce, plan=plan)
             function = _functions[key] = tf.function(call, reduce_retracing=True, autograph=False)
         try:
             return list(function(grads))
@@ -135,6 +138,18 @@ class GradientReduction:
             if _DIFFER in error.message or "Mismatched" in error.message:
                 raise SynchronizationError(_readable(error.message)) from error
             raise
+
+    def _options(self, sources: Sequence[Any]) -> tuple[Any, ...]:
+        """What else has to be the same on all ranks, whose operations would wait for ever."""
+        groups = self.groups
+        if isinstance(groups, (list, tuple)):
+            numbers = {raw_variable(source).ref(): i for i, source in enumerate(sources)}
+            groups = tuple(
+                tuple(numbers.get(raw_variable(member).ref()) for member in group)
+                for group in groups
+            )
+        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
+        return self.op, self.gradient_predivide_factor, kind.__qualname__, groups
 
     def _groups_of(self, grads: Sequence[Any], sources: Sequence[Any]) -> tuple[Any, ...]:
         """Positions of the gradients that are reduced together."""
@@ -154,21 +169,15 @@ class GradientReduction:
         groups += [(index,) for index in present if index not in listed]
         return tuple(group for group in groups if group)
 
-    def _reduce(
-        self,
-        grads: Sequence[Any],
-        names: Sequence[str],
-        groups: Sequence[Sequence[int]],
-        use_generic_names: bool,
-    ) -> list[Any]:
+    def _reduce(self, grads: Sequence[Any], plan: _Plan) -> list[Any]:
         results: list[Any] = [None] * len(grads)
         with tf.name_scope(normalized(f"{self.name}_Allreduce")):
-            agreed, active = self._agreement(grads, names, use_generic_names)
+            agreed, active = self._agreement(grads, plan)
             with tf.control_dependencies([agreed]):
-                for number, group in enumerate(groups):
-                    label = names[group[0]] if len(group) == 1 else f"grad_group_{number}"
+                for number, group in enumerate(plan.groups):
+                    label = plan.names[group[0]] if len(group) == 1 else f"grad_group_{number}"
                     members = [_after(grads[index]) for index in group]
-                    reduced = self._reduce_group(members, label, use_generic_names, active)
+                    reduced = self._reduce_group(members, label, plan.use_generic_names, active)
                     for index, result in zip(group, reduced, strict=True):
                         results[index] = result
         return results
@@ -194,22 +203,20 @@ class GradientReduction:
         with tf.device(self.device_dense):
             return reduce_compressed(grads, label, self.compression, *factors, active)
 
-    def _agreement(
-        self, grads: Sequence[Any], names: Sequence[str], ignore_name_scope: bool
-    ) -> tuple[Any, tf.Tensor]:
+    def _agreement(self, grads: Sequence[Any], plan: _Plan) -> tuple[Any, tf.Tensor]:
         """An assertion that all ranks hold such gradients, and how many ranks take part."""
         kinds = [_kind(grad) for grad in grads]
         counted = [[int(kind == other) for kind in kinds] for other in (_DENSE, _SPARSE)]
         # Numbers are equal exactly if n times the sum of their squares is their sum squared,
         # which fits 64 bits on up to 46340 ranks.
-        checksum = zlib.crc32(repr((names, self.op)).encode()) & 0xFFFF
+        checksum = zlib.crc32(repr((plan.names, plan.options)).encode()) & 0xFFFF
         numbers = tf.constant([1, checksum, checksum**2, *counted[0], *counted[1]], tf.int64)
         total = settled(
             mpi_ops._allreduce(
                 live(numbers),
-                name="same_gradients",
+                name=_AGREEMENT,
                 op=mpi_ops.Sum,
-                ignore_name_scope=ignore_name_scope,
+                ignore_name_scope=plan.use_generic_names,
                 process_set=self.process_set,
             )
         )
@@ -218,7 +225,9 @@ class GradientReduction:
         counts = tf.reshape(total[3:], [2, len(kinds)])
         everywhere = tf.equal(counts, 0) | tf.equal(counts, active)
         agreeing = tf.reduce_all(everywhere, axis=0)
-        differing = tf.boolean_mask(tf.constant(list(names), tf.string), tf.logical_not(agreeing))
+        differing = tf.boolean_mask(
+            tf.constant(list(plan.names), tf.string), tf.logical_not(agreeing)
+        )
         assertion = tf.debugging.Assert(
             same & tf.reduce_all(agreeing),
             [
@@ -238,7 +247,10 @@ def _readable(message: str) -> str:
     """What TensorFlow's assertion says, in the order of hvdkit's messages."""
     named = re.search(rf"{re.escape(_DIFFER)}.*?(Received: .*?)\] \[(.*?)\]", message, re.DOTALL)
     if named is None:
-        return f"{_DIFFER} Received: other numbers of sources on some ranks ({message}). {_FIX}"
+        other = "numbers of sources" if _AGREEMENT in message else "shapes or dtypes of a gradient"
+        told = re.search(r"Mismatched [^\n]*", message)
+        cause = told.group() if told else message
+        return f"{_DIFFER} Received: other {other} on some ranks ({cause}). {_FIX}"
     return f"{_DIFFER} {named.group(1)} {named.group(2)}. {_FIX}"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -334,6 +334,14 @@ def _check_source(source: tf.data.Dataset, settings: Settings) -> None:
             f"taken twice and others never. Received: {', '.join(faults)}. "
             "Fix: pass a seed, or leave the shuffling to shard(..., shuffle=buffer_size)."
         )
+    if settings.size > 1 and any(getattr(each, "_reshuffle_each_iteration", 0) for each in chain):
+        warnings.warn(
+            "This data set has a shuffle() that draws another order in each pass, so all ranks must "
+            "make the same passes over it: a look at it on one rank alone is one more, after which "
+            "samples are taken twice and others never. shard(..., shuffle=buffer_size) does not "
+            "depend on that; shuffle(reshuffle_each_iteration=False) neither.",
+            stacklevel=4,
+        )
     # What shapes the elements last decides; the rest keeps them as they are.
     shaping = ("BatchDataset", "batchDataset", "FlatMapDataset", "InterleaveDataset")
     names = [type(each).__name__ for each in chain if type(each).__name__.endswith(shaping)]
@@ -349,10 +357,35 @@ def _disorder(dataset: tf.data.Dataset) -> str:
     """Why the order of a data set may differ between ranks; empty if nothing says so."""
     if getattr(dataset, "_deterministic", "") == "false":
         return "with deterministic=False"
-    seeds = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    if "Shuffle" in type(dataset).__name__ and None not in seeds and not any(map(int, seeds)):
+    if _draws(type(dataset).__name__) and _is_zero(_seeds_of(dataset)):
         return "without a seed"
+    # What flat_map(), interleave() and the like make of each element.
+    for function in getattr(dataset, "_functions", list)():
+        graph = getattr(function.function, "graph", None)
+        for operation in graph.get_operations() if graph is not None else ():
+            if _draws(operation.type) and _is_zero(_seeds_within(operation)):
+                return f"with a {operation.type} without a seed in its function"
     return ""
+
+
+def _draws(kind: str) -> bool:
+    """Whether data sets of this kind draw random numbers that decide over their order."""
+    return "Dataset" in kind and ("Shuffle" in kind or "Random" in kind)
+
+
+def _seeds_of(dataset: tf.data.Dataset) -> list[Any]:
+    return [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+
+
+def _seeds_within(operation: tf.Operation) -> list[Any]:
+    names = [argument.name for argument in operation.op_def.input_arg]
+    given = dict(zip(names, operation.inputs, strict=False))
+    return [tf.get_static_value(given[name]) for name in ("seed", "seed2") if name in given]
+
+
+def _is_zero(seeds: Sequence[Any]) -> bool:
+    """Whether these are the two zeros by which TensorFlow asks for seeds by chance."""
+    return bool(seeds) and all(seed is not None and int(seed) == 0 for seed in seeds)
 
 
 def _warn_of_left_out(plan: EpochPlan, settings: Settings) -> None:

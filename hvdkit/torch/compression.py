@@ -8,6 +8,7 @@ they wait for, so that a caller may overlap many of them with the backward pass.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from hvdkit.compressor import (
     Compressor,
     NoneCompressor,
 )
+from hvdkit.errors import SynchronizationError
 from hvdkit.torch.backend import mpi_ops
 
 Reduction = Generator[int, Any, list[torch.Tensor]]
@@ -129,13 +131,22 @@ class BF16Compressor(Compressor):
         flat = torch.cat([tensor.reshape(-1).to(torch.bfloat16) for tensor in tensors])
         share = -(-flat.numel() // ranks)
         padded = torch.nn.functional.pad(flat, (0, share * ranks - flat.numel()))
-        # Horovod moves 16-bit integers; the bits are those of the bfloat16 numbers.
+        # Horovod moves 16-bit integers; the bits are those of the bfloat16 numbers. It does not see
+        # the tensors' shapes, so each share has a header that tells them.
+        header = _header(tensors, flat.device).expand(ranks, -1)
         received, _ = yield mpi_ops.alltoall_async(
-            padded.view(torch.int16).view(ranks, share),
+            torch.cat([header, padded.view(torch.int16).view(ranks, share)], dim=1),
             name=_suffixed(name, "bf16.scatter"),
             process_set=process_set,
         )
-        addends = received.view(torch.bfloat16).view(ranks, share).float()
+        headers, shares = received.split([header.shape[1], share], dim=1)
+        if not torch.equal(headers, header):
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            raise SynchronizationError(
+                "Expected tensors of the same shapes on all ranks, in the same order. Received: "
+                f"{shapes} on this rank, and others on another."
+            )
+        addends = shares.contiguous().view(torch.bfloat16).float()
         if op == mpi_ops.Min:
             result = addends.amin(0)
         elif op == mpi_ops.Max:
@@ -195,6 +206,11 @@ def _largest_magnitude(tensor: torch.Tensor) -> torch.Tensor:
     largest = torch.linalg.vector_norm(tensor.float(), float("inf"))
     # MPI's maximum is undefined for NaN; infinity says the same to the scale.
     return torch.where(torch.isfinite(largest), largest, float("inf"))
+
+
+def _header(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    digest = zlib.crc32(repr([tuple(tensor.shape) for tensor in tensors]).encode())
+    return torch.tensor([digest], dtype=torch.int64, device=device).view(torch.int16)
 
 
 def _factor(op: int, prescale_factor: float, postscale_factor: float, ranks: int) -> float:

@@ -249,11 +249,33 @@ def test_an_order_that_differs_between_ranks_is_refused() -> None:
         (source.shuffle(8).map(lambda x: x), "without a seed"),
         (source.map(lambda x: x, num_parallel_calls=2, deterministic=False), "deterministic=False"),
         (source.with_options(unordered), "options with deterministic=False"),
+        (tf.data.Dataset.sample_from_datasets([source, source]), "_RandomDataset without a seed"),
+        (tf.data.Dataset.random().take(8), "_RandomDataset without a seed"),
+        (source.flat_map(lambda i: tf.data.Dataset.range(i).shuffle(3)), "without a seed in its"),
     ):
         with pytest.raises(ValueError, match=f"same on all ranks.*{what}.*Fix: pass a seed"):
             shard(wrong, 2, rank=0, size=2)
-        assert len(batches(shard(wrong, 2, rank=0, size=1))) == 4
-    assert sorted(flat(all_ranks(lambda: source.shuffle(8, seed=1), 2, 2))) == list(range(8))
+        if wrong.cardinality() == 8:
+            assert len(batches(shard(wrong, 2, rank=0, size=1))) == 4
+    for right in (
+        lambda: source.shuffle(8, seed=1, reshuffle_each_iteration=False),
+        lambda: source.batch(2).flat_map(
+            lambda part: tf.data.Dataset.from_tensor_slices(part).shuffle(2, seed=1)
+        ),
+        lambda: tf.data.Dataset.choose_from_datasets(
+            [source.take(4), source.skip(4)], tf.data.Dataset.range(2).repeat()
+        ),
+    ):
+        assert sorted(flat(all_ranks(right, 2, 2, num_samples=8))) == list(range(8))
+
+
+def test_an_order_that_depends_on_the_passes_before_is_warned_of() -> None:
+    source = tf.data.Dataset.range(8).shuffle(8, seed=1)
+    with pytest.warns(UserWarning, match="one more, after which samples are taken twice"):
+        shard(source.map(lambda x: x), 2, rank=0, size=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shard(source, 2, rank=0, size=1)
 
 
 def unknown(count: int) -> tf.data.Dataset:
