@@ -99,9 +99,14 @@ class ReductionController:
         """Whether a variable is left out."""
         return identity(variable) in self.local_variables
 
-    def begin_batch(self, samples: Any) -> None:
-        """A training step begins with so many samples (a number, or a tensor of the graph)."""
+    @contextlib.contextmanager
+    def batch_scope(self, samples: Any) -> Iterator[None]:
+        """Around a training step of so many samples (a number, or a tensor of the graph)."""
         self._batch = samples
+        try:
+            yield
+        finally:
+            self._batch = None
 
     @contextlib.contextmanager
     def apply_scope(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -126,9 +131,8 @@ class ReductionController:
                 "of your own."
             )
         if self._counter is None:
-            self._counter = collectives.WindowCounter(self.settings.process_set)
+            self._counter = collectives.WindowCounter(self.settings.process_set, self.prefix)
         self._counter.begin(self._batch)
-        self._batch = None
         return list(self._counter.weigh(gradients))
 
     def reduce(self, gradients: Sequence[Any], passes: int) -> list[Any]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from hvdkit import distribute_options as options
 from hvdkit.errors import SynchronizationError, UnsupportedError
 from hvdkit.keras import metrics
+from hvdkit.keras.agreement import gather
 from hvdkit.keras.backend import BACKEND, adapter, collectives, keras
 from hvdkit.keras.callbacks.standard import standard
-from hvdkit.keras.callbacks.synchronized import turn_off_xla
+from hvdkit.keras.callbacks.synchronized import (
+    MetricAverageCallback,
+    check_layers,
+    turn_off_xla,
+)
 from hvdkit.keras.controller import LearningRateFactor, ReductionController
 from hvdkit.keras.data import SetEpoch, is_sharded
 from hvdkit.keras.optimizer import controllers_of, distribute_optimizer, parts_of, set_passes
@@ -109,6 +117,7 @@ def distribute(
     if compile_arguments:
         model.compile(**{"jit_compile": False, **compile_arguments})
     _check_losses(model)
+    check_layers(model)
     optimizer = model.optimizer
     _check_accumulation(optimizer, accumulate)
     _set_clipping(optimizer, max_grad_norm)
@@ -189,9 +198,10 @@ def _prepare_model(model: Any, controllers: list[ReductionController], root_rank
                 f"optimizer={type(model.optimizer).__name__}. Fix: call hvd.distribute(model, "
                 "...) again, after or instead of model.compile()."
             )
-        for controller in controllers:
-            controller.begin_batch(_samples_of(data))
-        return own_step(data)
+        with contextlib.ExitStack() as scopes:
+            for controller in controllers:
+                scopes.enter_context(controller.batch_scope(_samples_of(data)))
+            return own_step(data)
 
     @functools.wraps(own_make)
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
@@ -201,19 +211,16 @@ def _prepare_model(model: Any, controllers: list[ReductionController], root_rank
         return own_make(*args, **kwargs)
 
     @functools.wraps(own_fit)
-    def fit(*args: Any, callbacks: Any = None, verbose: Any = "auto", **kwargs: Any) -> Any:
-        data = args[0] if args else kwargs.get("x")
+    def fit(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(own_fit).bind(*args, **kwargs).arguments
+        data = given.get("x")
         if is_sharded(data):
-            kwargs.setdefault("shuffle", False)  # it is the data set's own; Keras warns of True
-        if not isinstance(callbacks, keras.callbacks.CallbackList):
-            given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-            own = [callback for callback in given if callback is not None]
-            epochs = [SetEpoch(data)] if is_sharded(data) else []
-            callbacks = standard([*epochs, *own], root_rank)
-        if adapter.rank() != root_rank and verbose == "auto":
-            verbose = 0
+            given.setdefault("shuffle", False)  # it is the data set's own; Keras warns of True
+        given["callbacks"] = _callbacks_of(given, root_rank)
+        if adapter.rank() != root_rank and given.get("verbose", "auto") == "auto":
+            given["verbose"] = 0
         try:
-            return own_fit(*args, callbacks=callbacks, verbose=verbose, **kwargs)
+            return own_fit(**given)
         finally:
             metrics.uninstall(model)  # an exception ends no callback
 
@@ -225,6 +232,24 @@ def _prepare_model(model: Any, controllers: list[ReductionController], root_rank
     else:
         collectives.build_before_training(model)
         object.__setattr__(model, "make_train_function", make_train_function)
+
+
+def _callbacks_of(given: Mapping[str, Any], root_rank: int) -> Any:
+    """The callbacks of a ``fit`` with such arguments: the user's own and the standard ones."""
+    callbacks = given.get("callbacks")
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    several = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    own = [callback for callback in several if callback is not None]
+    data = given.get("x")
+    callbacks = standard([*([SetEpoch(data)] if is_sharded(data) else []), *own], root_rank)
+    validates = given.get("validation_data") is not None or bool(given.get("validation_split"))
+    if adapter.size() > 1:
+        together = all(gather("the call of fit()", validates))
+        for callback in callbacks:
+            if isinstance(callback, MetricAverageCallback):
+                callback.validates_together = together
+    return callbacks
 
 
 def _samples_of(data: Any) -> Any:
@@ -283,7 +308,7 @@ def _set_clipping(optimizer: Any, max_grad_norm: float | None) -> None:
         for name in ("clipnorm", "global_clipnorm", "clipvalue")
         if getattr(part, name) is not None
     }
-    if given:
+    if given and given != {"global_clipnorm": max_grad_norm}:  # as a model that was saved has it
         raise ValueError(
             f"The optimizer clips gradients already. Received: {given} in the optimizer and "
             f"{max_grad_norm=}. Fix: use one of them; both act on reduced gradients."

@@ -93,7 +93,7 @@ class KerasState(CopiedObjects):
 
     def sync(self) -> None:
         """Takes over rank 0's weights, optimizer and objects."""
-        broadcast_model(self.model, 0)
+        broadcast_model(self.model, 0, optimizer=self.optimizer)
         self._keep()
         super().sync()
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from hvdkit.keras.agreement import gather
 from hvdkit.keras.backend import adapter, collectives
 from hvdkit.keras.controller import identity
 from hvdkit.keras.optimizer import controllers_of
 
 
-def broadcast_model(model: Any, root_rank: int = 0, local_variables: Iterable[Any] = ()) -> None:
+def broadcast_model(
+    model: Any, root_rank: int = 0, local_variables: Iterable[Any] = (), optimizer: Any = None
+) -> None:
     """Gives all ranks the root's weights, optimizer state and metrics, in place.
 
     The states of random seeds stay each rank's own.
@@ -20,6 +23,7 @@ def broadcast_model(model: Any, root_rank: int = 0, local_variables: Iterable[An
         root_rank: The rank whose values count.
         local_variables: Variables that stay each rank's own, besides those that were registered
             with the optimizer.
+        optimizer: Left out, the one that the model is compiled with.
 
     Raises:
         ValueError: The model is not built.
@@ -38,10 +42,11 @@ def broadcast_model(model: Any, root_rank: int = 0, local_variables: Iterable[An
             "BroadcastGlobalVariablesCallback, which waits for fit() to build it."
         )
     left_out = {identity(variable) for variable in local_variables}
-    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None)
     metrics = getattr(model, "metrics_variables", [])
     built = optimizer is not None and optimizer.built
-    told = adapter.allgather_object((built, len(metrics)), name="hvdkit.keras.built")
+    told = gather("a broadcast of the model", (built, len(metrics)))
     variables = list(model.weights)
     if optimizer is not None:
         if any(other for other, _ in told) and not built:

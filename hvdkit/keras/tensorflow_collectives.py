@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.gradients import GradientReduction
 from hvdkit.tensorflow.state import broadcast_variables as broadcast_tensorflow_variables
-from hvdkit.tensorflow.values import live, settled
+from hvdkit.tensorflow.values import live, numbered, settled
 
 Gradient = Any
 
@@ -42,6 +42,7 @@ def reduce_gradients(
         SynchronizationError: Ranks have different gradients; on all ranks. Within a graph it is
             ``tf.errors.InvalidArgumentError``.
     """
+    label = numbered(label)
     reduction = GradientReduction(
         label,
         device_dense=settings.device_dense,
@@ -52,6 +53,7 @@ def reduce_gradients(
         gradient_predivide_factor=settings.gradient_predivide_factor,
         groups=settings.groups,
         process_set=settings.process_set,
+        ignore_name_scope=True,
     )
     total = None if samples is None else _sum(samples, f"{label}.samples", settings.process_set)
     return reduction(gradients, variables), total
@@ -75,7 +77,7 @@ def build_before_training(model: Any) -> None:
 def true_on_all(flag: Any, name: str, process_set: Any) -> tf.Tensor:
     """Whether a boolean is true on every rank of the set."""
     wire = tf.cast(flag, tf.float32)
-    return _sum(1.0 - wire, name, process_set) < 0.5
+    return _sum(1.0 - wire, numbered(name), process_set) < 0.5
 
 
 def scale(gradients: Sequence[Gradient], factor: Any) -> list[Gradient]:
@@ -129,10 +131,12 @@ class WindowCounter:
 
     Args:
         process_set: The ranks whose batches make up a step.
+        label: First part of the reductions' names.
     """
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, label: str) -> None:
         self._process_set = process_set
+        self._label = label
         self._factor: Any = None
         with tf.init_scope():  # also where the first step is being traced
             self._reference = tf.Variable(0, dtype=tf.int64, trainable=False)
@@ -150,7 +154,7 @@ class WindowCounter:
     def _agree(self, samples: tf.Tensor) -> tf.Tensor:
         agreed = samples
         if self._process_set.included() and self._process_set.size() > 1:
-            agreed = _reduce(samples, "hvdkit.keras.reference", mpi_ops.Max, self._process_set)
+            agreed = _reduce(samples, f"{self._label}.reference", mpi_ops.Max, self._process_set)
         self._reference.assign(tf.maximum(agreed, 1))
         return self._reference.read_value()
 
@@ -184,4 +188,8 @@ def _sum(tensor: tf.Tensor, name: str, process_set: Any) -> tf.Tensor:
 
 def _reduce(tensor: tf.Tensor, name: str, op: int, process_set: Any) -> tf.Tensor:
     # A batch's size may be a constant of the graph, which must be sent in each step all the same.
-    return settled(mpi_ops._allreduce(live(tensor), name=name, op=op, process_set=process_set))
+    # The surrounding name scopes have the numbers of Keras' optimizers, which ranks may differ in.
+    reduced = mpi_ops._allreduce(
+        live(tensor), name=name, op=op, process_set=process_set, ignore_name_scope=True
+    )
+    return settled(reduced)

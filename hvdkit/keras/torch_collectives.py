@@ -156,8 +156,9 @@ class WindowCounter:
         process_set: The ranks whose batches make up a step.
     """
 
-    def __init__(self, process_set: Any) -> None:
+    def __init__(self, process_set: Any, label: str) -> None:
         self._process_set = process_set
+        self._label = label
         self._reference: int | None = None
         self._total = 0
         self._current = 0
@@ -167,7 +168,7 @@ class WindowCounter:
         self._current = samples
         self._total += samples
         if self._reference is None:
-            name = "hvdkit.keras.reference"
+            name = f"{self._label}.reference"
             agreed = samples
             if self._process_set.included() and self._process_set.size() > 1:
                 agreed = agree_on_largest(name, self._process_set, samples, torch.device("cpu"))

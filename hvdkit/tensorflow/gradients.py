@@ -42,10 +42,11 @@ _ABSENT, _DENSE, _SPARSE = range(3)
 class _Plan:
     """What is reduced: names of all gradients, positions that go together, and the options."""
 
+    prefix: str
     names: tuple[str, ...]
     groups: tuple[tuple[int, ...], ...]
     options: tuple[Any, ...]
-    use_generic_names: bool
+    ignore_name_scope: bool
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class GradientReduction:
         gradient_predivide_factor: Divides gradients before the sum, and multiplies it.
         groups: A number of groups, or lists of variables, that are reduced together; or None.
         process_set: The ranks that take part.
+        ignore_name_scope: Names operations by `name` alone. Surrounding name scopes may differ
+            between ranks: Keras numbers its models, layers and optimizers.
 
     Raises:
         ValueError: Options that do not go together.
@@ -82,6 +85,7 @@ class GradientReduction:
     gradient_predivide_factor: float = 1.0
     groups: Any = None
     process_set: Any = mpi_ops.global_process_set
+    ignore_name_scope: bool = False
 
     def __post_init__(self) -> None:
         if self.gradient_predivide_factor != 1.0 and self.op != mpi_ops.Average:
@@ -112,12 +116,14 @@ class GradientReduction:
             return grads
         if self.process_set.size() == 1 and not is_elastic():
             return grads
+        prefix = f"{normalized(self.name)}_" if self.ignore_name_scope else ""
         names = tuple(
-            f"grad_{i}" if use_generic_names else f"grad_{i}_{leaf_name(source)}"
+            f"{prefix}grad_{i}" + ("" if use_generic_names else f"_{leaf_name(source)}")
             for i, source in enumerate(sources)
         )
         groups = self._groups_of(grads, sources)
-        plan = _Plan(names, groups, self._options(sources), use_generic_names)
+        without_scope = use_generic_names or self.ignore_name_scope
+        plan = _Plan(prefix, names, groups, self._options(sources), without_scope)
         if not tf.executing_eagerly():
             return self._reduce(grads, plan)
         # Within a function operations run side by side, and have the names they were given.
@@ -175,9 +181,10 @@ class GradientReduction:
             agreed, active = self._agreement(grads, plan)
             with tf.control_dependencies([agreed]):
                 for number, group in enumerate(plan.groups):
-                    label = plan.names[group[0]] if len(group) == 1 else f"grad_group_{number}"
+                    alone = plan.names[group[0]] if len(group) == 1 else None
+                    label = alone or f"{plan.prefix}grad_group_{number}"
                     members = [_after(grads[index]) for index in group]
-                    reduced = self._reduce_group(members, label, plan.use_generic_names, active)
+                    reduced = self._reduce_group(members, label, plan.ignore_name_scope, active)
                     for index, result in zip(group, reduced, strict=True):
                         results[index] = result
         return results
@@ -214,9 +221,9 @@ class GradientReduction:
         total = settled(
             mpi_ops._allreduce(
                 live(numbers),
-                name=_AGREEMENT,
+                name=f"{plan.prefix}{_AGREEMENT}",
                 op=mpi_ops.Sum,
-                ignore_name_scope=plan.use_generic_names,
+                ignore_name_scope=plan.ignore_name_scope,
                 process_set=self.process_set,
             )
         )

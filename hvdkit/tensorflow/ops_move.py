@@ -247,7 +247,10 @@ def alltoall(
     }
     if splits is None:
         return restore(settled(mpi_ops.alltoall(live(payload), **keywords)))
-    counts = tf.cast(tf.convert_to_tensor(splits), tf.int32)
+    counts = tf.convert_to_tensor(splits)
+    if not counts.dtype.is_integer and counts.shape.num_elements() != 0:
+        raise ValueError(f"Expected splits as whole numbers of rows. Received: {splits!r}.")
+    counts = tf.cast(counts, tf.int32)
     rows, received = mpi_ops.alltoall(live(payload), splits=counts, **keywords)
     settled(received)
     return restore(rows), received

@@ -135,6 +135,11 @@ def reduce_compressed(
 ) -> list[tf.Tensor]:
     """Dense tensors, compressed on their way; `active` as in :func:`reduce_tensors`."""
     factors = (op, prescale_factor, postscale_factor, process_set, ignore_name_scope)
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            "Expected compression to have compress and decompress, as hvd.Compression.fp16. "
+            f"Received: compression={compression!r}."
+        )
     if not hasattr(compression, "reduce"):
         pairs = [compression.compress(tensor) for tensor in tensors]
         reduced = reduce_tensors([wire for wire, _ in pairs], label, *factors, active)
@@ -316,7 +321,14 @@ def _check_scatterable(tensors: Sequence[tf.Tensor], op: int) -> None:
 
 def _chosen_op(op: int | None, average: bool | None) -> int:
     if average is None:
-        return int(mpi_ops.Average if op is None else op)
+        chosen = mpi_ops.Average if op is None else op
+        legal = range(mpi_ops.Average, mpi_ops.Product + 1)
+        if isinstance(chosen, bool) or chosen not in legal:
+            raise ValueError(
+                "Expected op to be hvd.Average, Sum, Adasum, Min, Max or Product. Received: "
+                f"op={op!r}."
+            )
+        return int(chosen)
     if op is not None:
         raise ValueError(
             "Expected op or average, not both. Received: "

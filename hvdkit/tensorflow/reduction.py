@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.errors import UnsupportedError
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.values import is_elastic, live, ranks_of, settled
 from hvdkit.tensorflow.wire import Wire, encode, op_name
@@ -64,19 +65,47 @@ def reduce_tensors(
     @tf.custom_gradient
     def reduced(*inputs: tf.Tensor) -> tuple[Any, Any]:
         def gradient(*upstream: tf.Tensor) -> list[tf.Tensor | None]:
-            # As in Horovod, the gradient of an operation is the same operation on gradients.
             positions = [i for i, tensor in enumerate(inputs) if _differentiable(tensor)]
             parts = [upstream[index] for index in positions]
+            if op in _SPOILED_BY_ZEROS:
+                chosen = [tf.equal(inputs[index], outputs[index]) for index in positions]
+                reduced = _of_extremes(parts, chosen, name, op, process_set, ignore_name_scope)
+            else:
+                # As in Horovod, the gradient of an operation is the same operation on gradients.
+                reduced = reduce_tensors(parts, f"{name}_grad", *options)
             results: list[tf.Tensor | None] = [None] * len(inputs)
-            for index, result in zip(
-                positions, reduce_tensors(parts, f"{name}_grad", *options), strict=True
-            ):
+            for index, result in zip(positions, reduced, strict=True):
                 results[index] = result
             return results
 
-        return _reduce(inputs, name, *options), gradient
+        outputs = _reduce(inputs, name, *options)
+        return outputs, gradient
 
     return list(reduced(*tensors))
+
+
+def _of_extremes(
+    upstream: Sequence[tf.Tensor],
+    chosen: Sequence[tf.Tensor],
+    name: str,
+    op: int,
+    process_set: Any,
+    ignore_name_scope: bool,
+) -> list[tf.Tensor]:
+    """Gradients of Min and Max: the ranks' sum, to where the result came from, in equal shares."""
+    if op == mpi_ops.Product:
+        raise UnsupportedError(
+            "op=Product has no gradient here. Fix: tf.stop_gradient(), or the exponential of a sum "
+            "of logarithms."
+        )
+    shares = [tf.cast(mask, part.dtype) for mask, part in zip(chosen, upstream, strict=True)]
+    rest = (mpi_ops.Sum, 1.0, 1.0, process_set, ignore_name_scope)
+    sums = reduce_tensors([*upstream, *shares], f"{name}_grad", *rest)
+    totals, counts = sums[: len(upstream)], sums[len(upstream) :]
+    return [
+        total * share / tf.maximum(count, 1)
+        for total, share, count in zip(totals, shares, counts, strict=True)
+    ]
 
 
 def _differentiable(tensor: tf.Tensor) -> bool:

@@ -9,9 +9,10 @@ import tensorflow as tf
 
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.reduction import reduce_tensors
-from hvdkit.tensorflow.values import leaf_name
+from hvdkit.tensorflow.values import leaf_name, numbered
 
 
+@keras.saving.register_keras_serializable(package="hvdkit")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
     """``keras.layers.BatchNormalization`` with the mean and variance of all ranks' samples.
 
@@ -64,4 +65,5 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):
             return list(tensors)
         label = f"sync_batch_norm_{what}_{leaf_name(self)}"
         whole = mpi_ops.global_process_set
-        return reduce_tensors(tensors, label, mpi_ops.Sum, 1.0, 1.0, whole)
+        # Keras' name scopes have numbers of models and layers, which ranks may differ in.
+        return reduce_tensors(tensors, numbered(label), mpi_ops.Sum, 1.0, 1.0, whole, True)

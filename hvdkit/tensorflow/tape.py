@@ -82,7 +82,7 @@ class _DistributedTape(tf.GradientTape):
                 None on all ranks.
         """
         # The fourth argument of TensorFlow's own tapes.
-        if isinstance(use_generic_names, tf.UnconnectedGradients):
+        if isinstance(use_generic_names, (tf.UnconnectedGradients, str)):
             unconnected_gradients, use_generic_names = use_generic_names, False
         flat = tf.nest.flatten(sources)
         grads = self._inner.gradient(

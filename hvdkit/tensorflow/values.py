@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import re
 import sys
+import weakref
+from collections import Counter
+from collections.abc import MutableMapping
 from typing import Any
 
 import tensorflow as tf
@@ -66,6 +69,21 @@ def leaf_name(variable: Any) -> str:
     name = str(getattr(raw_variable(variable), "name", "tensor")).partition(":")[0]
     leaf = re.sub(r"_\d+$", "", name.rpartition("/")[2])
     return normalized(leaf or "tensor").replace("/", "_")
+
+
+_labels: MutableMapping[Any, Counter[str]] = weakref.WeakKeyDictionary()
+
+
+def numbered(label: str) -> str:
+    """A label of its own for each use in a graph, whose operations may run side by side.
+
+    For operations that are named without their name scopes.
+    """
+    if tf.executing_eagerly():
+        return label
+    used = _labels.setdefault(tf.compat.v1.get_default_graph(), Counter())
+    used[label] += 1
+    return label if used[label] == 1 else f"{label}.{used[label]}"
 
 
 def is_elastic() -> bool:

@@ -164,7 +164,8 @@ def _settings(**values: Any) -> Settings:
     for name, least in minimum.items():
         value = values[name]
         whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-        if value is not None and not (whole and value >= least):
+        needed = value is not None or name in ("first_epoch", "seed")
+        if needed and not (whole and value >= least):
             raise ValueError(
                 f"Expected {name} to be a whole number >= {least}. Received: {name}={value!r}."
             )

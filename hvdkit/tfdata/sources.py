@@ -336,10 +336,10 @@ def _check_source(source: tf.data.Dataset, settings: Settings) -> None:
         )
     if settings.size > 1 and any(getattr(each, "_reshuffle_each_iteration", 0) for each in chain):
         warnings.warn(
-            "This data set has a shuffle() that draws another order in each pass, so all ranks must "
-            "make the same passes over it: a look at it on one rank alone is one more, after which "
-            "samples are taken twice and others never. shard(..., shuffle=buffer_size) does not "
-            "depend on that; shuffle(reshuffle_each_iteration=False) neither.",
+            "This data set has a shuffle() that draws another order in each pass, so all ranks "
+            "must make the same passes over it: a look at it on one rank alone is one more, after "
+            "which samples are taken twice and others never. shard(..., shuffle=buffer_size) does "
+            "not depend on that; shuffle(reshuffle_each_iteration=False) neither.",
             stacklevel=4,
         )
     # What shapes the elements last decides; the rest keeps them as they are.

@@ -73,3 +73,15 @@ def check_restore(hvd: Any) -> None:
     assert all(map(np.array_equal, weights_of(model), before))
     assert int(model.optimizer.iterations) == 0
     assert state.seen == ["first"]
+
+
+def check_an_optimizer_of_its_own(hvd: Any) -> None:
+    """Of a loop written by hand, whose model is not compiled."""
+    model = network()
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    state = hvd.elastic.KerasState(model, optimizer=optimizer)
+    for variable in optimizer.variables:
+        variable.assign(keras.ops.ones_like(variable) * (1 + hvd.rank()))
+    state.sync()
+    for variable in optimizer.variables:
+        assert np.all(keras.ops.convert_to_numpy(variable) == 1)

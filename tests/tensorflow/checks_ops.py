@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops as horovod
 
+from hvdkit.errors import UnsupportedError
 from tests.tensorflow.helpers import FLOATS, INTEGERS, both_ways, everywhere, same
 
 
@@ -244,3 +245,59 @@ def check_constants_that_are_equal_on_some_ranks_only(hvd):
         first, second = both()
         same(first, [float(hvd.size())])
         same(second, [hvd.size() + 1.0])
+
+
+def check_shapes_that_differ_between_ranks_are_an_error_everywhere(hvd):
+    """Also in groups, where Horovod gave out memory that nothing had written."""
+    if hvd.size() == 1:
+        return
+    rank = hvd.rank()
+    odd, even = tf.ones([2 + rank]), tf.ones([3])
+    turned = tf.ones([2, 3] if rank == 0 else [3, 2])
+    bf16 = hvd.Compression.bf16
+    calls = {
+        "average": lambda: hvd.allreduce(odd),
+        "max": lambda: hvd.allreduce(odd, op=hvd.Max),
+        "first": lambda: hvd.grouped_allreduce([odd, even], op=hvd.Sum),
+        "last": lambda: hvd.grouped_allreduce([even, odd], op=hvd.Sum),
+        "gather": lambda: hvd.grouped_allgather([turned, even]),
+        "fp16": lambda: hvd.grouped_allreduce([turned, even], compression=hvd.Compression.fp16),
+        "bf16": lambda: hvd.allreduce(turned, compression=bf16),
+        "bf16 group": lambda: hvd.grouped_allreduce(
+            [tf.ones([4 + rank]), tf.ones([3 - rank])], compression=bf16
+        ),
+    }
+    for what, call in calls.items():
+        with pytest.raises(tf.errors.OpError) as error:
+            call()
+        assert "Mismatched" in str(error.value) or "same shapes" in str(error.value), what
+    dynamic = tf.function(
+        lambda tensor: hvd.allreduce(tensor, compression=bf16),
+        input_signature=[tf.TensorSpec([None, None])],
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same shapes"):
+        dynamic(turned)
+
+
+def check_gradients_of_extremes_go_where_they_came_from(hvd):
+    rank, size = hvd.rank(), hvd.size()
+    for op, chosen in ((hvd.Max, size - 1), (hvd.Min, 0)):
+        values = tf.Variable([1.0 + rank, 7.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(hvd.allreduce(values, op=op)) * (1.0 + rank)
+        total = size * (size + 1) / 2
+        expected = [total if rank == chosen else 0.0, total / size]
+        assert np.allclose(tape.gradient(loss, values), expected)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(hvd.allreduce(values, op=hvd.Product))
+    with pytest.raises(UnsupportedError, match="no gradient"):
+        tape.gradient(loss, values)
+
+
+def check_wrong_arguments_are_said(hvd):
+    with pytest.raises(ValueError, match=r"Expected op to be .*Received: op='sum'"):
+        hvd.allreduce(tf.ones(2), op="sum")
+    with pytest.raises(ValueError, match="compression='fp16'"):
+        hvd.allreduce(tf.ones(2), compression="fp16")
+    with pytest.raises(ValueError, match="whole numbers of rows"):
+        hvd.alltoall(tf.ones(3), splits=[1.5] * hvd.size())

@@ -238,3 +238,36 @@ def check_no_sources_give_no_gradients(hvd):
     with tf.GradientTape() as tape:
         loss = tf.constant(1.0)
     assert hvd.DistributedGradientTape(tape).gradient(loss, []) == []
+
+
+def check_options_that_differ_between_ranks_are_an_error_everywhere(hvd):
+    """Their operations would wait for each other for ever."""
+    if hvd.size() == 1:
+        return
+    first, second = tf.Variable([1.0, 2.0]), tf.Variable([3.0])
+    odd = hvd.rank() > 0
+    compressions = hvd.Compression.none, hvd.Compression.fp16
+    lists = [[first, second]], [[second, first]]
+    for options, told in (
+        ({"compression": compressions[odd]}, "another op, compression, groups"),
+        ({"groups": 1 if odd else None}, "another op, compression, groups"),
+        ({"groups": lists[odd]}, "another op, compression, groups"),
+        ({"gradient_predivide_factor": 2.0 if odd else 1.0}, "gradient_predivide_factor"),
+    ):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(first * first) + tf.reduce_sum(second)
+        with pytest.raises(SynchronizationError, match=told):
+            hvd.DistributedGradientTape(tape, **options).gradient(loss, [first, second])
+    uneven = tf.Variable(tf.ones(2 + odd))
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(uneven)
+    with pytest.raises(SynchronizationError, match=r"other shapes or dtypes.*Mismatched ALLREDUCE"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [uneven])
+
+
+def check_unconnected_gradients_may_be_named_by_a_string(hvd):
+    variable, unused = tf.Variable(2.0), tf.Variable(3.0)
+    with tf.GradientTape() as tape:
+        loss = variable * variable
+    tape = hvd.DistributedGradientTape(tape)
+    assert [float(grad) for grad in tape.gradient(loss, [variable, unused], None, "zero")] == [4, 0]

@@ -184,3 +184,24 @@ def check_loss_scales_are_one_for_all_ranks(hvd):
     state = [layer.kernel.numpy().tolist(), layer.bias.numpy().tolist()]
     assert np.isfinite(state[0]).all()
     assert hvd.allgather_object(state) == [state] * hvd.size()
+
+
+def check_sync_batch_normalization_in_models_of_other_numbers(hvd):
+    """Keras numbers models and layers by how many a rank made before."""
+    for _ in range(hvd.rank()):
+        keras.Sequential([keras.Input((2,)), hvd.SyncBatchNormalization()])
+    layers = [hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()]
+    model = keras.Sequential([keras.Input((2,)), *layers])
+    function = tf.function(lambda inputs: model(inputs, training=True))
+    inputs = np.arange(4.0 * hvd.size(), dtype="float32").reshape(-1, 2) ** 2
+    own = inputs[2 * hvd.rank() : 2 * hvd.rank() + 2]
+    plain = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
+    expected = plain[1](plain[0](inputs, training=True), training=True).numpy()
+    assert np.allclose(function(own), expected[2 * hvd.rank() : 2 * hvd.rank() + 2], atol=1e-4)
+
+
+def check_sync_batch_normalization_is_saved(hvd):
+    layer = hvd.SyncBatchNormalization(momentum=0.5)
+    again = keras.layers.deserialize(keras.layers.serialize(layer))
+    assert isinstance(again, hvd.SyncBatchNormalization)
+    assert again.momentum == 0.5

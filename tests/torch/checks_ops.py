@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import pytest
 import torch
 
+from hvdkit.errors import SynchronizationError
 from hvdkit.torch import ops
 
 GLOBAL = horovod.global_process_set
@@ -396,6 +397,26 @@ def check_errors_are_horovods(hvd):
         ops.allreduce(torch.ones(1), process_set=ops.ProcessSet([0]))
     with pytest.warns(DeprecationWarning, match="average"):
         assert ops.allreduce(torch.ones(1), average=False).item() == ops.size()
+
+
+def check_shapes_that_differ_between_ranks_are_an_error_everywhere(hvd):
+    """Also in groups, where Horovod gave out memory that nothing had written."""
+    if ops.size() == 1:
+        return
+    rank = ops.rank()
+    odd, even = torch.ones(2 + rank), torch.ones(3)
+    turned = torch.ones((2, 3) if rank == 0 else (3, 2))
+    bf16 = hvd.Compression.bf16
+    for call in (
+        lambda: ops.grouped_allreduce([odd, even], op=ops.Sum),
+        lambda: ops.grouped_allreduce([even, odd], op=ops.Sum),
+        lambda: ops.grouped_allreduce([odd, even]),
+        lambda: ops.grouped_allgather([turned, even]),
+    ):
+        with pytest.raises(ops.HorovodInternalError, match="Mismatched"):
+            call()
+    with pytest.raises(SynchronizationError, match="same shapes on all ranks"):
+        ops.allreduce(turned, compression=bf16)
 
 
 def check_adasum_takes_every_float(hvd):

@@ -6,10 +6,11 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from hvdkit.errors import SynchronizationError
+from hvdkit.errors import SynchronizationError, UnsupportedError
 from hvdkit.keras import metrics
+from hvdkit.keras.agreement import gather
 from hvdkit.keras.backend import BACKEND, adapter, keras
-from hvdkit.keras.optimizer import controllers_of
+from hvdkit.keras.optimizer import controllers_of, parts_of
 from hvdkit.keras.state import broadcast_model
 
 logger = logging.getLogger(__name__)
@@ -55,12 +56,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: Any = None) -> None:
         """Broadcasts, once."""
         turn_off_xla(self.model)
+        check_layers(self.model)
+        told = gather(
+            "the beginning of fit()",
+            (getattr(self.model, "_initial_epoch", None), (self.params or {}).get("steps")),
+        )
+        _check_steps([steps for _, steps in told])
         if self._done:
             return
-        epoch = getattr(self.model, "_initial_epoch", None)
-        self.model._initial_epoch = adapter.broadcast_object(
-            epoch, self.root_rank, name="hvdkit.keras.initial_epoch"
-        )
+        self.model._initial_epoch = told[self.root_rank][0]
         if self.model.built:
             self._broadcast()
 
@@ -72,14 +76,38 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         """After the first batch, makes sure that gradients were reduced."""
         if not self._done:
             self._broadcast()
-        if self._proved or adapter.size() == 1:
-            return
-        self._proved = True
-        check_reduces(self.model)
+        if not self._proved and adapter.size() > 1:
+            self._proved = check_reduces(self.model)
 
 
-def check_reduces(model: Any) -> None:
-    """Raises SynchronizationError where a model has trained a step without a reduction."""
+def _check_steps(steps: list[int | None]) -> None:
+    if len(set(steps)) > 1 and None not in steps:
+        raise SynchronizationError(
+            "Expected the same number of batches on all ranks, each of which waits for the others' "
+            f"gradients. Received: {steps}, by rank. Fix: hvd.shard(data, batch_size), or "
+            "steps_per_epoch."
+        )
+
+
+def check_layers(model: Any) -> None:
+    """Raises UnsupportedError where a layer is told to synchronize, but could not over Horovod."""
+    for layer in model._flatten_layers():
+        is_plain = isinstance(layer, keras.layers.BatchNormalization)
+        if is_plain and getattr(layer, "synchronized", False) and adapter.size() > 1:
+            raise UnsupportedError(
+                "BatchNormalization(synchronized=True) synchronizes tf.distribute's replicas, not "
+                f"Horovod's ranks. Received: layer {layer.name!r}. Fix: "
+                "hvdkit.tensorflow.SyncBatchNormalization (TensorFlow backend), or leave "
+                "synchronized out."
+            )
+
+
+def check_reduces(model: Any) -> bool:
+    """Raises SynchronizationError where a model has trained a step without a reduction.
+
+    Returns:
+        Whether a reduction is proved: not yet where loss scaling has skipped all steps so far.
+    """
     controllers = controllers_of(model.optimizer)
     if not controllers:
         # A train_step of the user's own may reduce by itself.
@@ -89,12 +117,17 @@ def check_reduces(model: Any) -> None:
                 f"optimizer={type(model.optimizer).__name__}. Fix: compile the model with "
                 "hvd.DistributedOptimizer(optimizer), or call hvd.distribute(model)."
             )
-    elif not any(controller.applications for controller in controllers):
+        return True
+    if any(controller.applications for controller in controllers):
+        return True
+    scaled = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+    if not scaled or any(int(part.iterations) for part in parts_of(model.optimizer)):
         raise SynchronizationError(
             f"The first step of Keras {keras.__version__} ran without reducing its gradients. "
             "Expected Model.train_step to call optimizer.apply(). Fix: install Keras 3.3 to 3.15, "
             "or call optimizer.apply(gradients, variables) in your train_step."
         )
+    return False
 
 
 def turn_off_xla(model: Any) -> None:
@@ -115,7 +148,12 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     It changes what the model itself reports, so that every consumer has the same numbers wherever
     this callback stands in the list: History, the progress bar's last line, CSVLogger,
     TensorBoard, ModelCheckpoint, EarlyStopping and ReduceLROnPlateau. See
-    :mod:`hvdkit.keras.metrics` for how.
+    :mod:`hvdkit.keras.metrics` for how. The moving statistics of ``BatchNormalization`` layers
+    become the mean over ranks at each epoch's end, so that one model is validated and saved.
+    Within ``fit``, ``model.evaluate`` in a callback stays one rank's own.
+
+    Attributes:
+        validates_together: Whether all ranks validate; if not, its results are each rank's own.
 
     Args:
         device: No effect; kept for scripts written for Horovod.
@@ -127,11 +165,17 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
+        self.validates_together = True
         self._installed = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """From here on, all ranks are in ``fit``."""
-        self._installed = metrics.install(self.model)
+        self._installed = metrics.install(self.model, self.validates_together)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Makes sure that no rank is still validating, which would wait for the others."""
+        if self._installed:
+            gather("the end of an epoch", None)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Later evaluations are each rank's own again."""
@@ -182,5 +226,4 @@ class StopTogether(keras.callbacks.Callback):  # type: ignore[misc]
     def _any_wants(self) -> bool:
         if adapter.size() == 1:
             return self._wanted
-        wishes = adapter.allgather_object(self._wanted, name="hvdkit.keras.stop")
-        return any(wishes)
+        return any(gather("the question who wants to stop", self._wanted))
