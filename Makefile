@@ -5,7 +5,7 @@
 BIN = $$(echo "$${VIRTUAL_ENV:-$${CONDA_PREFIX:-.venv}}/bin")
 FRAMEWORK_FREE = hvdkit/cli hvdkit/horovod_build hvdkit/__init__.py hvdkit/__main__.py \
 	$(wildcard hvdkit/errors.py hvdkit/envvars.py hvdkit/optional.py hvdkit/world.py \
-	hvdkit/scaling.py hvdkit/sharding.py hvdkit/distribute_options.py hvdkit/one_rank.py \
+	hvdkit/scaling.py hvdkit/sharding.py hvdkit/options.py hvdkit/one_rank.py \
 	hvdkit/compressor.py hvdkit/pickled.py hvdkit/launch hvdkit/probes)
 
 setup:

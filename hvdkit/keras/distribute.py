@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from hvdkit import distribute_options as options
+from hvdkit import options
 from hvdkit.errors import SynchronizationError, UnsupportedError
 from hvdkit.keras import metrics
 from hvdkit.keras.agreement import gather

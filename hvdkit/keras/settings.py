@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdkit.keras.backend import adapter
 from hvdkit.keras.groups import check_groups
+from hvdkit.options import check_predivide
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ReductionSettings:
                 "Expected op=Average or op=Sum: Keras optimizers step on reduced gradients. "
                 f"Received: op={self.op}."
             )
+        check_predivide(self.gradient_predivide_factor)
         if self.gradient_predivide_factor != 1.0 and self.op != adapter.Average:
             raise ValueError(
                 "gradient_predivide_factor needs op=Average. Received: "

@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvdkit.errors import SynchronizationError
+from hvdkit.options import check_predivide
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops_reduce import grouped_allreduce, reduce_compressed
@@ -88,6 +89,7 @@ class GradientReduction:
     ignore_name_scope: bool = False
 
     def __post_init__(self) -> None:
+        check_predivide(self.gradient_predivide_factor)
         if self.gradient_predivide_factor != 1.0 and self.op != mpi_ops.Average:
             raise ValueError(
                 "gradient_predivide_factor needs op=Average. Received: "

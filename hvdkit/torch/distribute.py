@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from hvdkit import distribute_options as options
+from hvdkit import options
 from hvdkit.torch import schedule
 from hvdkit.torch.amp import GradScaler
 from hvdkit.torch.backend import mpi_ops

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.options import check_predivide
 from hvdkit.torch.backend import mpi_ops
 from hvdkit.torch.buckets import check_groups
 from hvdkit.torch.compression import Compression, Reduction
@@ -33,6 +34,7 @@ class ReductionOptions:
                 "backward_passes_per_step must be at least 1. "
                 f"Received: backward_passes_per_step={self.backward_passes_per_step}."
             )
+        check_predivide(self.gradient_predivide_factor)
         if self.gradient_predivide_factor != 1.0 and self.op != mpi_ops.Average:
             raise ValueError(
                 "gradient_predivide_factor needs op=Average. Received: "

@@ -13,7 +13,7 @@ HEAVY = ("torch", "tensorflow", "keras", "horovod", "numpy", "jax", "mpi4py")
 @pytest.mark.parametrize(
     "module",
     ["hvdkit", "hvdkit.errors", "hvdkit.envvars", "hvdkit.optional", "hvdkit.world",
-     "hvdkit.scaling", "hvdkit.distribute_options", "hvdkit.one_rank", "hvdkit.pickled",
+     "hvdkit.scaling", "hvdkit.options", "hvdkit.one_rank", "hvdkit.pickled",
      "hvdkit.compressor", "hvdkit.cli"],
 )  # fmt: skip
 def test_core_and_command_line_load_no_framework(module: str) -> None:

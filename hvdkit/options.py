@@ -1,4 +1,4 @@
-"""The options that ``distribute`` of PyTorch and of Keras share: checks, scaling and summary."""
+"""The options that the adapters share: their checks, and ``distribute``'s scaling and summary."""
 
 from __future__ import annotations
 
@@ -55,6 +55,15 @@ def check_whole(name: str, value: Any, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(
             f"Expected {name} to be a whole number >= {minimum}. Received: {name}={value!r}."
+        )
+
+
+def check_predivide(factor: Any) -> None:
+    """Raises ValueError where ``gradient_predivide_factor`` cannot be divided by."""
+    if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
+        raise ValueError(
+            "Expected gradient_predivide_factor to be finite and > 0. Received: "
+            f"gradient_predivide_factor={factor!r}."
         )
 
 
