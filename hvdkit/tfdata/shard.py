@@ -96,7 +96,7 @@ def shard(
         raise ValueError("Expected a batch_size with batched=False. Received: batch_size=None.")
     epochs = Epochs(first_epoch)
     if isinstance(data, Iterator):
-        result = stream(from_generator(data, settings), settings)
+        result = stream(from_generator(data, settings), settings, epochs)
     elif isinstance(data, tf.data.Dataset) or callable(data):
         source = data if isinstance(data, tf.data.Dataset) else from_generator(data, settings)
         result = from_dataset(source, settings, epochs)

@@ -144,7 +144,7 @@ def from_dataset(source: tf.data.Dataset, settings: Settings, epochs: Epochs) ->
             "Fix: pass steps_per_epoch=..., or num_samples=... if you know the number of elements."
         )
     if count == INFINITE:
-        return stream(source, settings)
+        return stream(source, settings, epochs)
     if count == UNKNOWN and settings.steps_per_epoch is None:
         mine = source.shard(settings.size, settings.rank)
         return _batch(mine, settings).prefetch(tf.data.AUTOTUNE)
@@ -247,17 +247,22 @@ def _shuffled(source: tf.data.Dataset, buffer: int, seed: int, epoch: Any) -> tf
 class _Stream:
     """Passes that go on where the last one ended: for sources that have no end or one pass only."""
 
-    def __init__(self, batches: tf.data.Dataset, settings: Settings) -> None:
+    def __init__(self, batches: tf.data.Dataset, settings: Settings, epochs: Epochs) -> None:
         self.batches = batches
         self.settings = settings
+        self.epochs = epochs
         self.iterator: Iterator[Any] | None = None
         self.held: list[Any] = []
+        self.fresh = True
+        """Whether no pass has gone beyond its first batch, so that another epoch may be begun."""
 
     def one_pass(self) -> Iterator[Any]:
         """The next batches, as many as an epoch has steps."""
         steps = self.settings.steps_per_epoch or 0
         if self.iterator is None:
             self.iterator = iter(self.batches)
+        if self.fresh and self.epochs.due > self.settings.first_epoch:
+            self._leave_out((self.epochs.due - self.settings.first_epoch) * steps)
         for step in range(steps):
             # Keras takes one batch to build a model and begins anew: that batch comes again.
             again = step == 0 and self.held
@@ -265,10 +270,18 @@ class _Stream:
             if batch is self:
                 raise ValueError(_shortage(self.settings))
             self.held = [batch] if step == 0 and steps > 1 else []
+            self.fresh = self.fresh and bool(self.held)
             yield batch
 
+    def _leave_out(self, count: int) -> None:
+        """What a training that is resumed had before."""
+        for _ in range(count - len(self.held)):
+            if next(self.iterator, self) is self:  # type: ignore[arg-type]
+                raise ValueError(_shortage(self.settings))
+        self.held, self.fresh = [], False
 
-def stream(source: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+
+def stream(source: tf.data.Dataset, settings: Settings, epochs: Epochs) -> tf.data.Dataset:
     steps = settings.steps_per_epoch
     if steps is None or settings.num_samples is not None:
         raise ValueError(
@@ -288,7 +301,7 @@ def stream(source: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         )
     batches = _declared(source, settings).skip(settings.first_epoch * steps)
     # The prefetch is within the stream. Behind it, batches of a pass that ends early would be lost.
-    endless = _Stream(batches.prefetch(tf.data.AUTOTUNE), settings)
+    endless = _Stream(batches.prefetch(tf.data.AUTOTUNE), settings, epochs)
     result = tf.data.Dataset.from_generator(endless.one_pass, output_signature=batches.element_spec)
     return _no_more_prefetch(result.apply(tf.data.experimental.assert_cardinality(steps)))
 

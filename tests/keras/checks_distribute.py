@@ -375,8 +375,10 @@ def check_a_model_that_is_compiled_again(hvd: Any) -> None:
 def check_a_loop_around_the_model_is_said(hvd: Any) -> None:
     model = distributed(hvd, keras.optimizers.SGD(0.1))
     gradients = [keras.ops.ones(weight.shape) for weight in model.trainable_weights]
-    with pytest.raises(SynchronizationError, match="how many samples"):
-        model.optimizer.apply(gradients, model.trainable_weights)
+    for _ in range(2):
+        with pytest.raises(SynchronizationError, match="how many samples"):
+            model.optimizer.apply(gradients, model.trainable_weights)
+        model.train_on_batch(*samples(4))  # whose samples are not those of the next gradients
 
 
 def check_xla(hvd: Any) -> None:

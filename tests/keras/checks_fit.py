@@ -211,3 +211,12 @@ def check_two_steps_with_each_batch(hvd: Any) -> None:
         alone.train_on_batch(inputs, targets)
         model.train_on_batch(inputs[own], targets[own])
     assert distance(model, alone) < 1e-6
+
+
+def check_ranks_that_made_other_numbers_of_models(hvd: Any) -> None:
+    """Keras numbers models and optimizers, and names operations by them."""
+    for _ in range(hvd.rank()):
+        network().compile("sgd", cross_entropy())
+    model = distributed(hvd)
+    model.fit(*part(hvd, 8), batch_size=4, verbose=0)
+    assert equal_on_all_ranks(hvd, weights_of(model))

@@ -190,14 +190,14 @@ def check_sync_batch_normalization_in_models_of_other_numbers(hvd):
     """Keras numbers models and layers by how many a rank made before."""
     for _ in range(hvd.rank()):
         keras.Sequential([keras.Input((2,)), hvd.SyncBatchNormalization()])
-    layers = [hvd.SyncBatchNormalization(), hvd.SyncBatchNormalization()]
-    model = keras.Sequential([keras.Input((2,)), *layers])
+    inputs = keras.Input((2,))
+    side_by_side = [hvd.SyncBatchNormalization()(inputs + shift) for shift in range(4)]
+    model = keras.Model(inputs, keras.layers.Add()(side_by_side))
     function = tf.function(lambda inputs: model(inputs, training=True))
-    inputs = np.arange(4.0 * hvd.size(), dtype="float32").reshape(-1, 2) ** 2
-    own = inputs[2 * hvd.rank() : 2 * hvd.rank() + 2]
-    plain = keras.layers.BatchNormalization(), keras.layers.BatchNormalization()
-    expected = plain[1](plain[0](inputs, training=True), training=True).numpy()
-    assert np.allclose(function(own), expected[2 * hvd.rank() : 2 * hvd.rank() + 2], atol=1e-4)
+    whole = np.arange(4.0 * hvd.size(), dtype="float32").reshape(-1, 2) ** 2
+    own = slice(2 * hvd.rank(), 2 * hvd.rank() + 2)
+    expected = 4 * keras.layers.BatchNormalization()(whole, training=True).numpy()
+    assert np.allclose(function(whole[own]), expected[own], atol=1e-4)
 
 
 def check_sync_batch_normalization_is_saved(hvd):

@@ -420,3 +420,21 @@ def test_evaluate_and_fit_compiled() -> None:
     shares = [shard((x, y), 2, train=False, rank=rank, size=2) for rank in range(2)]
     losses = [model.evaluate(share, verbose=0) for share in shares]
     assert (losses[0] * 6 + losses[1] * 5) / 11 == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("peek", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: tf.data.Dataset.range(99).repeat(), lambda: generator(99)]
+)
+def test_a_resumed_epoch_of_an_endless_source(make: Callable[[], Any], peek: bool) -> None:
+    whole = shard(make(), 2, steps_per_epoch=3, rank=0, size=2)
+    passes = [batches(whole) for _ in range(4)]
+    resumed = shard(make(), 2, steps_per_epoch=3, rank=0, size=2)
+    if peek:  # as Keras does to build a model
+        assert np.array_equal(next(iter(resumed)), passes[0][0])
+    set_epoch(resumed, 2)
+    assert batches(resumed) == passes[2]
+    set_epoch(resumed, 3)
+    assert batches(resumed) == passes[3]
+    set_epoch(resumed, 0)  # another fit() goes on where the last one ended
+    assert batches(resumed) != passes[0]
