@@ -190,7 +190,8 @@ def average_moving_statistics(model: Any) -> None:
         model: A built Keras model.
     """
     kind = keras.layers.BatchNormalization
-    layers = [layer for layer in model._flatten_layers() if isinstance(layer, kind)]
+    every = model._flatten_layers()
+    layers = [layer for layer in every if isinstance(layer, kind) and layer.built]
     variables = [v for layer in layers for v in (layer.moving_mean, layer.moving_variance)]
     if not variables:
         return
