@@ -50,3 +50,14 @@ class NoneCompressor(Compressor):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """The tensor itself."""
         return tensor
+
+
+def name_of(compression: Any) -> str:
+    """The name of a compression's class, which ranks can compare.
+
+    Example:
+        >>> name_of(NoneCompressor), name_of(NoneCompressor())
+        ('NoneCompressor', 'NoneCompressor')
+    """
+    kind = compression if isinstance(compression, type) else type(compression)
+    return str(kind.__qualname__)

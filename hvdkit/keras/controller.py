@@ -154,7 +154,7 @@ class ReductionController:
         if self.settings.communicates and shared:
             variables = [self._variables[index] for index in shared]
             results, total = collectives.reduce_gradients(
-                results, variables, self.prefix, self.settings, own
+                results, variables, self.prefix, self.settings, own, passes
             )
         factor, local_factor = self._factors(passes, own, total)
         reduced = dict(zip(shared, collectives.scale(results, factor), strict=True))

@@ -25,6 +25,7 @@ def reduce_gradients(
     label: str,
     settings: Any,
     samples: Any = None,
+    passes: int = 1,
 ) -> tuple[list[Gradient], Any]:
     """Reduces gradients over the ranks of a process set.
 
@@ -34,6 +35,7 @@ def reduce_gradients(
         label: First part of the reductions' names.
         settings: A :class:`~hvdkit.keras.settings.ReductionSettings`.
         samples: Samples of this rank, None where they are not counted.
+        passes: Batches of a step, which has to be the same on all ranks.
 
     Returns:
         The reduced gradients, and the samples of all ranks.
@@ -54,6 +56,7 @@ def reduce_gradients(
         groups=settings.groups,
         process_set=settings.process_set,
         ignore_name_scope=True,
+        passes=passes,
     )
     total = None if samples is None else _sum(samples, f"{label}.samples", settings.process_set)
     return reduction(gradients, variables), total

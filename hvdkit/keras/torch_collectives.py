@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hvdkit.compressor import name_of
 from hvdkit.errors import SynchronizationError
 from hvdkit.keras.groups import plan_groups
 from hvdkit.torch.agreement import Totals, agree_on_largest, exchange_counts
@@ -29,6 +30,7 @@ def reduce_gradients(
     label: str,
     settings: Any,
     samples: int | None = None,
+    passes: int = 1,
 ) -> tuple[list[Gradient], int | None]:
     """Reduces gradients over the ranks of a process set.
 
@@ -38,6 +40,7 @@ def reduce_gradients(
         label: First part of the reductions' names.
         settings: A :class:`~hvdkit.keras.settings.ReductionSettings`.
         samples: Samples of this rank, None where they are not counted.
+        passes: Batches of a step, which has to be the same on all ranks.
 
     Returns:
         The reduced gradients, and the samples of all ranks.
@@ -47,13 +50,15 @@ def reduce_gradients(
     """
     # Layers may have other names on other ranks.
     names = [f"{label}.{index}.{variable.name}" for index, variable in enumerate(variables)]
-    totals = _agree(names, gradients, label, settings, samples or 0)
+    parts = plan_groups(variables, settings.groups)
+    kind = name_of(settings.compression)
+    shared = (passes, settings.op, settings.gradient_predivide_factor, parts, kind)
+    totals = _agree(names, gradients, label, settings, samples or 0, shared)
     options = ReductionOptions(
         compression=settings.compression,
         op=settings.op,
         gradient_predivide_factor=settings.gradient_predivide_factor,
     )
-    parts = plan_groups(variables, settings.groups)
     reduced = list(gradients)
     jobs: list[tuple[Sequence[int], Job]] = []
     with torch.no_grad():
@@ -74,7 +79,12 @@ def reduce_gradients(
 
 
 def _agree(
-    names: Sequence[str], gradients: Sequence[Gradient], label: str, settings: Any, samples: int
+    names: Sequence[str],
+    gradients: Sequence[Gradient],
+    label: str,
+    settings: Any,
+    samples: int,
+    shared_options: tuple[Any, ...],
 ) -> Totals:
     """Adds up samples, and makes sure that no rank waits for a gradient that another has not."""
     sparse = [gradient.is_sparse for gradient in gradients]
@@ -86,6 +96,7 @@ def _agree(
         left=False,
         discarding=False,
         launched_mask=checksum,
+        options=shared_options,
         device=gradients[0].device,
     )
     if totals.disagreement:
@@ -93,6 +104,13 @@ def _agree(
             "Expected gradients of the same variables on all ranks. Received: on this rank "
             f"{len(gradients)} gradients, on some rank others. Fix: compute the same loss from "
             "the same layers on every rank."
+        )
+    if totals.other_options:
+        raise SynchronizationError(
+            "Expected the same options on all ranks, whose reductions do not match otherwise. "
+            "Received: (batches of a step, op, gradient_predivide_factor, groups, compression)="
+            f"{shared_options} on this rank, and others on another. Fix: pass the same on every "
+            "rank."
         )
     return totals
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.compressor import name_of
 from hvdkit.errors import SynchronizationError
 from hvdkit.options import check_predivide
 from hvdkit.tensorflow.backend import mpi_ops
@@ -31,8 +32,8 @@ _FIX = (
     "ranks use, pass unconnected_gradients=tf.UnconnectedGradients.ZERO to gradient()."
 )
 _OTHER_NAMES = (
-    "sources whose names or order differ between ranks, or another op, compression, groups or "
-    "gradient_predivide_factor"
+    "sources whose names or order differ between ranks, or another op, compression, groups, "
+    "gradient_predivide_factor or number of passes"
 )
 _AGREEMENT = "same_gradients"
 _SHOWN_NAMES = 8
@@ -66,6 +67,7 @@ class GradientReduction:
         process_set: The ranks that take part.
         ignore_name_scope: Names operations by `name` alone. Surrounding name scopes may differ
             between ranks: Keras numbers its models, layers and optimizers.
+        passes: Backward passes that the gradients come from, the same on all ranks.
 
     Raises:
         ValueError: Options that do not go together.
@@ -87,6 +89,7 @@ class GradientReduction:
     groups: Any = None
     process_set: Any = mpi_ops.global_process_set
     ignore_name_scope: bool = False
+    passes: int = 1
 
     def __post_init__(self) -> None:
         check_predivide(self.gradient_predivide_factor)
@@ -156,8 +159,8 @@ class GradientReduction:
                 tuple(numbers.get(raw_variable(member).ref()) for member in group)
                 for group in groups
             )
-        kind = self.compression if isinstance(self.compression, type) else type(self.compression)
-        return self.op, self.gradient_predivide_factor, kind.__qualname__, groups
+        factor, kind = self.gradient_predivide_factor, name_of(self.compression)
+        return self.op, factor, self.passes, kind, groups
 
     def _groups_of(self, grads: Sequence[Any], sources: Sequence[Any]) -> tuple[Any, ...]:
         """Positions of the gradients that are reduced together."""

@@ -25,6 +25,8 @@ class Totals:
     """Ranks that clear their gradients without a step."""
     checksums: int
     squared_checksums: int
+    options: int
+    squared_options: int
 
     @property
     def disagreement(self) -> bool:
@@ -34,6 +36,11 @@ class Totals:
         """
         return self.left > 0 or self.active * self.squared_checksums != self.checksums**2
 
+    @property
+    def other_options(self) -> bool:
+        """Whether ranks reduce with different options."""
+        return self.active * self.squared_options != self.options**2
+
 
 def exchange_counts(
     name: str,
@@ -42,6 +49,7 @@ def exchange_counts(
     left: bool,
     discarding: bool,
     launched_mask: int,
+    options: object,
     device: torch.device,
 ) -> Totals:
     """Tells the other ranks about this rank's window, and adds up what they say.
@@ -53,11 +61,14 @@ def exchange_counts(
         left: Whether this rank holds gradients whose reduction it could not start.
         discarding: Whether this rank clears its gradients without a step.
         launched_mask: One bit for each reduction that it started.
+        options: How it reduces; compared by its text.
         device: Where the gradients are. A joined rank takes part with zeros on one device only.
     """
     mask = launched_mask.to_bytes(launched_mask.bit_length() // 8 + 1, "little")
-    checksum = zlib.crc32(mask) & 0xFFFFF  # its square, added over all ranks, fits 64 bits
-    numbers = [1, samples, int(left), int(discarding), checksum, checksum**2]
+    numbers = [1, samples, int(left), int(discarding)]
+    for told in (mask, repr(options).encode()):
+        checksum = zlib.crc32(told) & 0xFFFFF  # its square, added over all ranks, fits 64 bits
+        numbers += [checksum, checksum**2]
     counts = torch.tensor(numbers, dtype=torch.int64, device=device)
     handle = mpi_ops.allreduce_async_(counts, name=name, op=mpi_ops.Sum, process_set=process_set)
     return Totals(*mpi_ops.synchronize(handle).tolist())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hvdkit.compressor import name_of
 from hvdkit.errors import SynchronizationError
 from hvdkit.torch.agreement import Totals, agree_on_gradients, agree_on_largest, exchange_counts
 from hvdkit.torch.backend import mpi_ops
@@ -328,6 +329,15 @@ class GradientReducer:
         if self.counter is not None:
             self._agree_on_reference(self.counter)
         totals = self._exchange_counts(discarding)
+        if totals.other_options:
+            passes, op, predivide, compression, _ = self._shared_options()
+            raise SynchronizationError(
+                "Expected the same options on all ranks, whose reductions do not match otherwise. "
+                f"Received: backward_passes_per_step={passes}, {op=}, "
+                f"gradient_predivide_factor={predivide}, compression={compression} and "
+                f"groups={self.options.groups!r} on this rank, and others on another. Fix: pass "
+                "the same on every rank."
+            )
         if totals.discarding not in (0, totals.active):
             raise SynchronizationError(
                 f"{totals.discarding} of {totals.active} ranks cleared their gradients between "
@@ -346,9 +356,30 @@ class GradientReducer:
         )
         samples = self.counter.total if self.counter is not None else 0
         name = f"{self._prefix}hvdkit.counts"
-        mask = self._launched_mask
         return exchange_counts(
-            name, self.process_set, samples, left, discarding, mask, self._device
+            name,
+            self.process_set,
+            samples,
+            left,
+            discarding,
+            self._launched_mask,
+            self._shared_options(),
+            self._device,
+        )
+
+    def _shared_options(self) -> tuple[Any, ...]:
+        """The options that have to be the same on all ranks."""
+        options = self.options
+        groups = options.groups
+        if groups is not None and not isinstance(groups, int):
+            slots = self._slots
+            groups = [[slots[p].index if p in slots else None for p in group] for group in groups]
+        return (
+            options.backward_passes_per_step,
+            options.op,
+            options.gradient_predivide_factor,
+            name_of(options.compression),
+            groups,
         )
 
     @property

@@ -221,3 +221,13 @@ def check_ranks_that_made_other_numbers_of_models(hvd: Any) -> None:
     model = distributed(hvd)
     model.fit(*part(hvd, 8), batch_size=4, verbose=0)
     assert equal_on_all_ranks(hvd, weights_of(model))
+
+
+def check_options_that_differ_between_ranks(hvd: Any) -> None:
+    if hvd.size() == 1:
+        return
+    odd = hvd.rank() > 0
+    for options in ({"compression": "fp16" if odd else "none"}, {"accumulate": 2 if odd else 1}):
+        model = distributed(hvd, run_eagerly=True, **options)
+        with pytest.raises(SynchronizationError, match=r"Expected the same \w+"):
+            model.fit(*part(hvd, 16), batch_size=4, verbose=0)

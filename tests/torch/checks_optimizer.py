@@ -668,3 +668,23 @@ def check_optimizer_join(hvd: Any) -> None:
             assert weight.grad.item() == 6.0
     hvd.join()
     assert weight.item() == -6.0 * (1 + hvd.rank())
+
+
+def check_options_that_differ_between_ranks_are_an_error_everywhere(hvd):
+    """Their reductions would wait for each other for ever, or take turns on a few ranks only."""
+    if hvd.size() == 1:
+        return
+    odd = hvd.rank() > 0
+    for options in (
+        {"compression": (hvd.Compression.none, hvd.Compression.fp16)[odd]},
+        {"groups": 1 if odd else None},
+        {"backward_passes_per_step": 2 if odd else 1},
+    ):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            model(torch.ones(2, 3)).mean().backward()
+        with pytest.raises(SynchronizationError, match="same options on all ranks"):
+            optimizer.step()
