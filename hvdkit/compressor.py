@@ -61,3 +61,12 @@ def name_of(compression: Any) -> str:
     """
     kind = compression if isinstance(compression, type) else type(compression)
     return str(kind.__qualname__)
+
+
+def check_compression(compression: Any) -> None:
+    """Raises ValueError where something is no compression."""
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ValueError(
+            "Expected compression to have compress and decompress, as hvd.Compression.fp16. "
+            f"Received: compression={compression!r}."
+        )

@@ -58,12 +58,23 @@ def check_whole(name: str, value: Any, minimum: int) -> None:
         )
 
 
-def check_predivide(factor: Any) -> None:
-    """Raises ValueError where ``gradient_predivide_factor`` cannot be divided by."""
+def check_predivide(factor: Any, op: int, average: int) -> None:
+    """Raises ValueError where ``gradient_predivide_factor`` cannot be divided by, or not with `op`.
+
+    Args:
+        factor: The factor.
+        op: The operation that it goes with.
+        average: The adapter's ``Average``.
+    """
     if not (isinstance(factor, (int, float)) and math.isfinite(factor) and factor > 0):
         raise ValueError(
             "Expected gradient_predivide_factor to be finite and > 0. Received: "
             f"gradient_predivide_factor={factor!r}."
+        )
+    if factor != 1.0 and op != average:
+        raise ValueError(
+            "gradient_predivide_factor needs op=Average. Received: "
+            f"gradient_predivide_factor={factor}, op={op}."
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hvdkit.compressor import check_compression
 from hvdkit.keras.backend import adapter
 from hvdkit.keras.groups import check_groups
 from hvdkit.options import check_predivide
@@ -32,17 +33,8 @@ class ReductionSettings:
                 "Expected op=Average or op=Sum: Keras optimizers step on reduced gradients. "
                 f"Received: op={self.op}."
             )
-        check_predivide(self.gradient_predivide_factor)
-        if self.gradient_predivide_factor != 1.0 and self.op != adapter.Average:
-            raise ValueError(
-                "gradient_predivide_factor needs op=Average. Received: "
-                f"gradient_predivide_factor={self.gradient_predivide_factor}, op={self.op}."
-            )
-        if not (hasattr(self.compression, "compress") and hasattr(self.compression, "decompress")):
-            raise ValueError(
-                "Expected compression to have compress and decompress, as hvd.Compression.fp16. "
-                f"Received: compression={self.compression!r}."
-            )
+        check_predivide(self.gradient_predivide_factor, self.op, adapter.Average)
+        check_compression(self.compression)
         check_groups(self.groups)
 
     @property

@@ -172,6 +172,7 @@ class WindowCounter:
 
     Args:
         process_set: The ranks whose batches make up a step.
+        label: First part of the reductions' names.
     """
 
     def __init__(self, process_set: Any, label: str) -> None:

@@ -92,12 +92,7 @@ class GradientReduction:
     passes: int = 1
 
     def __post_init__(self) -> None:
-        check_predivide(self.gradient_predivide_factor)
-        if self.gradient_predivide_factor != 1.0 and self.op != mpi_ops.Average:
-            raise ValueError(
-                "gradient_predivide_factor needs op=Average. Received: "
-                f"gradient_predivide_factor={self.gradient_predivide_factor}, op={self.op}."
-            )
+        check_predivide(self.gradient_predivide_factor, self.op, mpi_ops.Average)
         lists = isinstance(self.groups, (list, tuple))
         if self.groups is not None and not lists and not _is_positive(self.groups):
             raise ValueError(

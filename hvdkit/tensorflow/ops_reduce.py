@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdkit.compressor import check_compression
 from hvdkit.tensorflow.backend import mpi_ops
 from hvdkit.tensorflow.compression import Compression
 from hvdkit.tensorflow.ops_move import grouped_allgather
@@ -135,11 +136,7 @@ def reduce_compressed(
 ) -> list[tf.Tensor]:
     """Dense tensors, compressed on their way; `active` as in :func:`reduce_tensors`."""
     factors = (op, prescale_factor, postscale_factor, process_set, ignore_name_scope)
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise ValueError(
-            "Expected compression to have compress and decompress, as hvd.Compression.fp16. "
-            f"Received: compression={compression!r}."
-        )
+    check_compression(compression)
     if not hasattr(compression, "reduce"):
         pairs = [compression.compress(tensor) for tensor in tensors]
         reduced = reduce_tensors([wire for wire, _ in pairs], label, *factors, active)

@@ -34,12 +34,7 @@ class ReductionOptions:
                 "backward_passes_per_step must be at least 1. "
                 f"Received: backward_passes_per_step={self.backward_passes_per_step}."
             )
-        check_predivide(self.gradient_predivide_factor)
-        if self.gradient_predivide_factor != 1.0 and self.op != mpi_ops.Average:
-            raise ValueError(
-                "gradient_predivide_factor needs op=Average. Received: "
-                f"gradient_predivide_factor={self.gradient_predivide_factor}, op={self.op}."
-            )
+        check_predivide(self.gradient_predivide_factor, self.op, mpi_ops.Average)
 
     @property
     def multi_stage(self) -> bool:

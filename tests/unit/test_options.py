@@ -47,9 +47,15 @@ def test_a_wrong_option_is_said(name: str, value: Any, expected: str) -> None:
 
 @pytest.mark.parametrize("factor", [0, 0.0, -1.0, float("nan"), float("inf"), "2", None])
 def test_a_factor_that_cannot_be_divided_by_is_said(factor: Any) -> None:
-    check_predivide(2)
+    check_predivide(2, op=0, average=0)
     with pytest.raises(ValueError, match="gradient_predivide_factor to be finite and > 0"):
-        check_predivide(factor)
+        check_predivide(factor, op=0, average=0)
+
+
+def test_a_factor_goes_with_averages_only() -> None:
+    check_predivide(1.0, op=1, average=0)
+    with pytest.raises(ValueError, match=r"needs op=Average\. Received: .*=2\.0, op=1"):
+        check_predivide(2.0, op=1, average=0)
 
 
 def test_compression_by_name_or_class() -> None:
